@@ -46,8 +46,7 @@ def test_a_quantile_is_a_measured_value(share: float, expected: float) -> None:
 )
 def test_the_crossover_lies_between_two_measured_numbers(speed_ups: dict[int, float], expected: float | None) -> None:
     """By the logarithm of the number of sessions."""
-    found = crossover(speed_ups)
-    assert found == (None if expected is None else pytest.approx(expected))
+    assert crossover(speed_ups) == (None if expected is None else pytest.approx(expected))
 
 
 def test_limits_hold_at_16_sessions() -> None:
@@ -59,8 +58,7 @@ def test_limits_hold_at_16_sessions() -> None:
     cells = {16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(140.0, 0.51)}}
     assert [line.split(":")[0] for line in misses(cells, is_memory_bound=False)] == ["16 sessions"]
     assert len(misses(cells, is_memory_bound=True)) == 2
-    fine = {16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(150.0, 0.5)}}
-    assert misses(fine, is_memory_bound=True) == []
+    assert misses({16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(150.0, 0.5)}}, is_memory_bound=True) == []
     assert "texts differ" in misses({4: {VERIFY: cell(1.0, 1.0, 1)}}, is_memory_bound=False)[0]
 
 
@@ -108,8 +106,7 @@ def test_batches_go_to_an_engine_and_back_as_lines() -> None:
     assert asked == [Batch(((1, 2), (3,)), 5)]
     ready, line = answers.getvalue().splitlines()
     assert ready == READY
-    found = json.loads(line)
-    assert found == {"texts": [[1, 2], [3]], "took_s": 1.0, "before_s": 0.5, "num_before": 1}
+    assert json.loads(line) == {"texts": [[1, 2], [3]], "took_s": 1.0, "before_s": 0.5, "num_before": 1}
 
 
 def test_a_stream_is_read_with_its_usage() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,6 @@ from outrider.models.text.tokenizer import Tokenizer
 
 def make_manifest(files: tuple[FileEntry, ...], fingerprint: str, name: str = "tiny") -> Manifest:
     """A manifest such as an export writes, with invented numbers."""
-    stage = ParityStage(name="prefill", rows=4, max_delta=1e-6, scale=3.0, mean_kl=0.0, argmax_agreement=1.0)
     parity = Parity(
         runtime="Fake",
         max_relative_delta=1e-4,
@@ -43,7 +43,7 @@ def make_manifest(files: tuple[FileEntry, ...], fingerprint: str, name: str = "t
         min_argmax_agreement=0.9,
         max_own_delta=1e-4,
         own_delta=1e-6,
-        stages=(stage,),
+        stages=(ParityStage(name="prefill", rows=4, max_delta=1e-6, scale=3.0, mean_kl=0.0, argmax_agreement=1.0),),
     )
     return Manifest(
         name=name,
@@ -102,19 +102,57 @@ def test_the_same_files_give_the_same_manifest(tmp_path: Path) -> None:
     assert write(tmp_path / "a").manifest.to_json() == write(tmp_path / "sub" / "b").manifest.to_json()
 
 
-def test_a_missing_file_is_named(bundle: Path) -> None:
-    """With what to do."""
-    (bundle / "tokenizer.json").unlink()
-    with pytest.raises(BundleError, match=r"tokenizer\.json is missing.*again"):
-        Bundle.open(bundle)
+def moved_out(bundle: Path) -> None:
+    """Leaves a link to a file elsewhere."""
+    weights = bundle / "openvino_model.bin"
+    weights.symlink_to(weights.rename(bundle.with_name("outside.bin")))
 
 
-def test_a_truncated_file_is_named(bundle: Path) -> None:
-    """A download that stopped early."""
-    path = bundle / "openvino_model.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BundleError, match=r"openvino_model\.bin is truncated: 399 bytes.*400"):
-        Bundle.open(bundle)
+def put_in(bundle: Path, name: str) -> None:
+    """Adds a file."""
+    (bundle / name).parent.mkdir(exist_ok=True)
+    (bundle / name).write_bytes(b"evil")
+
+
+CODE = ("modeling.py", "pytorch_model.bin", "weights.pt", "deep/inside.pkl", ".hidden.so")
+"""Files that can execute; an IR's own .bin is not one of them."""
+WRONG_MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda raw: raw.update(schema_version=1), "schema version 1, this Outrider reads 2"),
+    (lambda raw: raw.pop("schema_version"), "schema version None"),
+    (lambda raw: raw.update(surprise=1), "surprise: Extra inputs"),  # an unknown key that is skipped might matter
+    (lambda raw: raw["architecture"].update(layers="1"), "architecture.layers"),
+    (lambda raw: raw["architecture"].update(tokenizer_size=321), "321 ids"),
+    (lambda raw: raw["files"][0].update(path="../escape.json"), "plain relative path"),
+    (lambda raw: raw["files"].append(raw["files"][0]), "twice"),
+    (lambda raw: raw.update(files=[]), "files: Tuple should have at least 1 item"),
+    (lambda raw: raw.update(eos_token_ids=[320]), "outside the vocabulary"),
+    (lambda raw: raw.update(tokenizer_fingerprint="1" * 64), "fingerprint"),  # computed from the file, and compared
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda bundle: (bundle / "tokenizer.json").unlink(), r"tokenizer\.json is missing.*again"),
+        (lambda bundle: os.truncate(bundle / "openvino_model.bin", 399), r"model\.bin is truncated: 399 bytes.*400"),
+        (moved_out, "symbolic link"),
+        # An added chat template would change every prompt.
+        (partial(put_in, name="chat_template.jinja"), r"chat_template\.jinja is not in the manifest"),
+        *((partial(put_in, name=name), f"{name}.*execute code") for name in CODE),
+        *((partial(edit_manifest, edit=edit), message) for edit, message in WRONG_MANIFESTS),
+    ],
+)
+def test_a_damaged_bundle_is_refused(bundle: Path, damage: Callable[[Path], object], message: str) -> None:
+    """With the file, what is wrong and what to do."""
+    damage(bundle)
+    with pytest.raises(BundleError, match=message):
+        Bundle.open(bundle).tokenizer()
+
+
+def test_a_note_beside_the_files_changes_nothing(bundle: Path) -> None:
+    """Nobody reads it."""
+    (bundle / "NOTES.md").write_text("mine", encoding="utf-8")
+    Bundle.open(bundle)
 
 
 def test_one_flipped_bit_is_found_even_after_a_good_opening(bundle: Path) -> None:
@@ -133,21 +171,8 @@ def test_one_flipped_bit_is_found_even_after_a_good_opening(bundle: Path) -> Non
 def test_an_unchanged_file_is_hashed_once_a_process(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening gigabytes a second time costs nothing."""
     Bundle.open(bundle)
-
-    def forbidden(path: Path) -> str:
-        raise AssertionError(f"{path} was hashed again")
-
-    monkeypatch.setattr("outrider.models.bundle.bundle.hash_file", forbidden)
+    monkeypatch.setattr("outrider.models.bundle.bundle.hash_file", lambda path: pytest.fail("hashed again"))
     Bundle.open(bundle)
-
-
-@pytest.mark.parametrize("name", ["modeling.py", "pytorch_model.bin", "weights.pt", "deep/inside.pkl", ".hidden.so"])
-def test_files_that_can_execute_are_refused(bundle: Path, name: str) -> None:
-    """Whether listed or not; an IR's own .bin is not one of them."""
-    (bundle / name).parent.mkdir(exist_ok=True)
-    (bundle / name).write_bytes(b"x")
-    with pytest.raises(BundleError, match=f"{name}.*execute code"):
-        Bundle.open(bundle)
 
 
 def test_what_macos_leaves_beside_files_is_ignored(bundle: Path) -> None:
@@ -168,53 +193,6 @@ def test_what_macos_leaves_is_not_written(tmp_path: Path) -> None:
         for name in ("openvino_model.xml", "openvino_model.bin", "._openvino_model.bin"):
             (writer.directory / name).write_text("<net/>", encoding="utf-8")
         assert not [entry.path for entry in writer.list_files() if entry.path.startswith(".")]
-
-
-def test_a_file_that_no_hash_covers_is_refused(bundle: Path) -> None:
-    """An added chat template would change every prompt; a README changes nothing."""
-    (bundle / "NOTES.md").write_text("mine", encoding="utf-8")
-    Bundle.open(bundle)
-    (bundle / "chat_template.jinja").write_text("evil", encoding="utf-8")
-    with pytest.raises(BundleError, match=r"chat_template\.jinja is not in the manifest"):
-        Bundle.open(bundle)
-
-
-def test_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
-    """A bundle holds its own files."""
-    outside = tmp_path / "outside.bin"
-    (bundle / "openvino_model.bin").rename(outside)
-    (bundle / "openvino_model.bin").symlink_to(outside)
-    with pytest.raises(BundleError, match="symbolic link"):
-        Bundle.open(bundle)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda raw: raw.update(schema_version=1), "schema version 1, this Outrider reads 2"),
-        (lambda raw: raw.pop("schema_version"), "schema version None"),
-        (lambda raw: raw.update(surprise=1), "surprise: Extra inputs"),
-        (lambda raw: raw["architecture"].update(layers="1"), "architecture.layers"),
-        (lambda raw: raw["architecture"].update(tokenizer_size=321), "321 ids"),
-        (lambda raw: raw["files"][0].update(path="../escape.json"), "plain relative path"),
-        (lambda raw: raw["files"].append(raw["files"][0]), "twice"),
-        (lambda raw: raw.update(eos_token_ids=[320]), "outside the vocabulary"),
-    ],
-)
-def test_a_manifest_that_is_not_of_the_schema_is_refused(
-    bundle: Path, edit: Callable[[dict[str, Any]], object], message: str
-) -> None:
-    """Unknown keys too: one that is skipped might matter."""
-    edit_manifest(bundle, edit)
-    with pytest.raises(BundleError, match=message):
-        Bundle.open(bundle)
-
-
-def test_a_tokenizer_that_the_manifest_does_not_know_is_refused(bundle: Path) -> None:
-    """The fingerprint is computed from the file and compared."""
-    edit_manifest(bundle, lambda raw: raw.update(tokenizer_fingerprint="1" * 64))
-    with pytest.raises(BundleError, match="fingerprint"):
-        Bundle.open(bundle).tokenizer()
 
 
 def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:

@@ -135,8 +135,7 @@ def test_a_pair_of_two_tokenizers_is_judged_and_its_card_says_so(
     bpe: Path, strangers: PairPaths, tmp_path: Path
 ) -> None:
     """In the manifest, the terminal and the page; the bundle's identity does not depend on it."""
-    forced = Judging(is_forced=True)
-    draft, _ = export_pair(bpe, strangers.target, tmp_path / "out", options=OPTIONS, judging=forced)
+    draft, _ = export_pair(bpe, strangers.target, tmp_path / "out", options=OPTIONS, judging=Judging(is_forced=True))
     manifest = Bundle.open(draft.path).manifest
     mapping = manifest.report.mapping
     assert mapping is not None and mapping.text_kept == 1.0 and len(manifest.report.acceptance) == 3

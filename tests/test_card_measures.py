@@ -119,8 +119,7 @@ def test_the_error_is_that_of_texts_which_differ() -> None:
 
 def test_padding_columns_are_no_tokens() -> None:
     """A padded vocabulary's columns beyond the tokenizer's ids are never picked."""
-    draft = OneHot([0, 15])
-    (measured,) = summarize(measure_ranks(draft, [continuation((1,), (0,))], num_ids=8), "t")
+    (measured,) = summarize(measure_ranks(OneHot([0, 15]), [continuation((1,), (0,))], num_ids=8), "t")
     assert measured.rate == 1.0  # all real columns are equal, and ties go to the lowest id
 
 

@@ -223,9 +223,8 @@ def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(reference_p
     page = Page(text)
     assert page.tags.count("table") == text.count('role="region"') == text.count('tabindex="0"') == 6
     assert text.count("The table scrolls sideways") == 6 and "linear-gradient" in text
-    names = [value for name, value in page.attributes if name == "aria-labelledby"]
-    ids = [value for name, value in page.attributes if name == "id"]
-    assert len(set(names)) == 6 and set(names) <= set(ids)
+    names = {value for name, value in page.attributes if name == "aria-labelledby"}
+    assert len(names) == 6 and names <= {value for name, value in page.attributes if name == "id"}
 
 
 def test_plots_are_readable_on_a_phone(reference_pair: PairPaths) -> None:

@@ -61,8 +61,7 @@ def test_verify_is_one_pass_of_the_target(usual: Cascade) -> None:
 
 def test_a_held_prefix_is_asked_for_again(usual: Cascade) -> None:
     """A cascade parks nothing; the device sends the tokens."""
-    answer = usual.client.post("/v1/sessions", json=asking(prefix_hash="ab" * 32))
-    assert code_of(answer) == (409, "prefix_not_held")
+    assert code_of(usual.client.post("/v1/sessions", json=asking(prefix_hash="ab" * 32))) == (409, "prefix_not_held")
 
 
 def test_the_target_is_named_and_the_mid_beside_it(usual: Cascade) -> None:

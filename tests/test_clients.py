@@ -98,8 +98,7 @@ def test_models_are_listed(client: Any) -> None:
 def test_a_chat_answer_has_openais_schema(cloud: FakeServer, client: Any) -> None:
     """Strictly, with all fields that the schema requires; `seed` and `metrics` are the additions."""
     before_s = int(time.time())
-    raw = client.chat.completions.with_raw_response.create(messages=MESSAGES, **ASKED)
-    whole = json.loads(raw.content)
+    whole = json.loads(client.chat.completions.with_raw_response.create(messages=MESSAGES, **ASKED).content)
     chat = ChatCompletion.model_validate(whole, strict=True)
     assert unknown(chat) == {"seed", "metrics"} and whole["seed"] == 7
     (choice,) = whole["choices"]
@@ -118,8 +117,7 @@ def test_a_chat_answer_has_openais_schema(cloud: FakeServer, client: Any) -> Non
 
 def test_a_completion_has_openais_schema(cloud: FakeServer, client: Any) -> None:
     """As the chat's; a stream's chunks differ from the type only in what OpenAI's own have too: no reason yet."""
-    raw = client.completions.with_raw_response.create(prompt="zip", **ASKED)
-    whole = json.loads(raw.content)
+    whole = json.loads(client.completions.with_raw_response.create(prompt="zip", **ASKED).content)
     completion = Completion.model_validate(whole, strict=True)
     assert unknown(completion) == {"seed", "metrics"} and completion.id.startswith("cmpl-")
     assert whole["choices"] == [
@@ -166,8 +164,7 @@ def test_what_clients_send_unasked_changes_nothing(cloud: FakeServer, client: An
     """Neutral values of fields that are not offered, and fields that have no effect."""
     chat = client.chat.completions.create(messages=MESSAGES, **ASKED, **SENT_BY_CLIENTS)
     assert chat.choices[0].message.content == chat_text(cloud)
-    completion = client.completions.create(prompt=["zip"], **ASKED, **SENT_BY_CLIENTS)
-    assert completion.choices[0].text == plain_text(cloud)
+    assert client.completions.create(prompt=["zip"], **ASKED, **SENT_BY_CLIENTS).choices[0].text == plain_text(cloud)
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

@@ -47,8 +47,7 @@ def test_openais_example_of_logprobs(cloud: FakeServer, strict: Any) -> None:
     response = strict.chat.completions.create(**asked)
     found = response.choices[0].logprobs.content
     assert len(found) == 12 and all(len(each.top_logprobs) == 2 for each in found)
-    joined = bytes(byte for each in found for byte in each.bytes)
-    assert joined.decode(errors="replace") == chat_text(cloud)
+    assert bytes(byte for each in found for byte in each.bytes).decode(errors="replace") == chat_text(cloud)
     with strict.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass

@@ -1,4 +1,4 @@
-"""Checks deploy/grafana, deploy/prometheus and docs/metrics.md against the metrics of a running server."""
+"""Checks deploy/grafana, deploy/prometheus, docs/metrics.md and docs/operations.md against a running server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer.main
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.metrics_table import BEGIN, DOCUMENT, END, IN_VLLM, Scraped, families, serve_all, table
 from tests.promtool import promtool
 
 from outrider.cloud.api.draft_posts import DRAFTS_PATH
+from outrider.cloud.server.main import app as cloud_app
+from outrider.edge.cli.main import app as edge_app
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent
@@ -72,8 +76,7 @@ def test_a_panel_asks_for_what_is_there(title: str, target: dict[str, Any], labe
     """Metrics and labels, also those of its legend."""
     check_query(target["expr"], labels)
     grouped = {label.strip() for group in GROUPING.findall(target["expr"]) for label in group.split(",")}
-    shown = set(re.findall(r"\{\{([a-z_]+)\}\}", target["legendFormat"]))
-    assert shown <= (grouped or OF_THE_SCRAPE)
+    assert set(re.findall(r"\{\{([a-z_]+)\}\}", target["legendFormat"])) <= (grouped or OF_THE_SCRAPE)
 
 
 def test_the_panels_show_every_metric(found: list[Metric]) -> None:
@@ -150,6 +153,44 @@ def test_prometheus_finds_nothing_to_say_about_the_names(scraped: Scraped) -> No
 
 def test_the_document_lists_every_metric(found: list[Metric]) -> None:
     """docs/metrics.md has what `python -m tests.metrics_table` writes."""
-    written = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-    assert written == table(found)
+    assert DOCUMENT.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0] == table(found)
     assert {name.removeprefix("outrider_") for name in (family.name for family in found)} >= set(IN_VLLM)
+
+
+TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+OF_OTHERS = {"--unit", "--now", "--follow", "--stop-timeout", "--sessions"}
+"""Options of systemctl, journalctl, docker and the benchmarks."""
+
+
+def test_options_exist() -> None:
+    """Each belongs to a command of `outrider-cloud` or `outrider`."""
+    known = {option for app in (cloud_app, edge_app) for option in options_of(typer.main.get_command(app))}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
+    assert named - known - {"--help", "--help-all"} <= OF_OTHERS <= named
+
+
+def test_metrics_that_documents_name_exist() -> None:
+    """By the table of docs/metrics.md, which another test compares with a running server. serve.md is the device's."""
+    table = set(re.findall(r"^\| `(outrider_\w+)`", (ROOT / "docs" / "metrics.md").read_text("utf-8"), re.MULTILINE))
+    for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"):
+        if path.name != "serve.md":
+            named = set(re.findall(r"`(outrider_\w+?)(?:_bucket|_sum|_count)?[`{ ]", path.read_text("utf-8")))
+            assert named - {"outrider_reference"} <= table, path.name  # a package
+
+
+def options_of(command: click.Command) -> Iterator[str]:
+    """The options of a command and of those below it."""
+    for parameter in command.params:
+        yield from parameter.opts
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            yield from options_of(each)
+
+
+def test_metrics_and_alerts_exist() -> None:
+    """By their names at /metrics, and in the alert rules."""
+    with serve_all() as scraped:
+        exposed = set(re.findall(r"^# TYPE (\w+) ", "\n".join(scraped.texts()), re.MULTILINE))
+    named = set(re.findall(r"`((?:outrider|process)_[a-z_]+)`", TEXT))
+    assert len(named) > 3 and named <= exposed
+    assert set(re.findall(r"`(Outrider[A-Z]\w+)`", TEXT)) <= {alert["alert"] for alert in ALERTS}

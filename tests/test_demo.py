@@ -158,8 +158,7 @@ def test_the_demo_says_at_once_what_is_missing(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_demos_tree_is_that_of_its_options() -> None:
     """A wrong width is found before the export; the right one reaches the stream agent."""
-    options = DemoOptions(width="2", effort=Effort.LOW, lookup=False)
-    tree = _tree(options)
+    tree = _tree(DemoOptions(width="2", effort=Effort.LOW, lookup=False))
     assert (tree.tree.width, tree.effort, tree.is_looked_up) == (2, Effort.LOW, False)
     assert _tree(DemoOptions()) == AgentOptions()
     with pytest.raises(ConfigError, match="width is '9'; expected auto or a number, 1 to 8"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +22,7 @@ TEXTS = st.text(
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def make_byte_level(directory: Path) -> None:
-    """As Qwen and Llama 3: every byte is in the vocabulary."""
-    make_tiny_tokenizer(directory, special_tokens=("<|end|>", "<|日本|>"))
-
-
-def make_byte_fallback(directory: Path) -> None:
+def make_byte_fallback() -> tokenizers.Tokenizer:
     """As Llama 2: pieces with a mark for spaces, bytes for whatever is not in the vocabulary."""
     words = ["▁", "▁the", "a", "e", "i", "o", "u", "t", "h", "▁a", "é", "中", "\n", "."]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -47,11 +41,10 @@ def make_byte_fallback(directory: Path) -> None:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    directory.mkdir(parents=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
-def make_metaspace(directory: Path) -> None:
+def make_metaspace() -> tokenizers.Tokenizer:
     """As T5: a decoder of the library, used window by window."""
     pieces = [
         ("<unk>", 0.0),
@@ -66,11 +59,10 @@ def make_metaspace(directory: Path) -> None:
     tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, 0, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    directory.mkdir(parents=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
-def make_wordpiece(directory: Path) -> None:
+def make_wordpiece() -> tokenizers.Tokenizer:
     """As BERT: words joined by spaces, and pieces that continue a word."""
     words = ["[UNK]", "the", "a", "b", ".", "'", "é", "日", "😀"]
     pieces = ["##" + piece for piece in "aeiouthbn.é日😀"]
@@ -78,21 +70,18 @@ def make_wordpiece(directory: Path) -> None:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
-    directory.mkdir(parents=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
-def make_undecoded(directory: Path) -> None:
+def make_undecoded() -> tokenizers.Tokenizer:
     """A tokenizer without a decoder: the library joins tokens by spaces."""
     vocab = {word: index for index, word in enumerate(["[UNK]", "the", "a", "b", ".", "é", "日", "😀"])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    directory.mkdir(parents=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {
-    "byte-level": make_byte_level,
+MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "byte-fallback": make_byte_fallback,
     "metaspace": make_metaspace,
     "wordpiece": make_wordpiece,
@@ -103,12 +92,15 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     root = tmp_path_factory.mktemp("detokenizers")
+    # As Qwen and Llama 3: every byte is in the vocabulary.
+    make_tiny_tokenizer(root / "byte-level", special_tokens=("<|end|>", "<|日本|>"))
     for name, make in MAKERS.items():
-        make(root / name)
-    return {name: Tokenizer.from_dir(root / name) for name in MAKERS}
+        (root / name).mkdir()
+        make().save(str(root / name / "tokenizer.json"))
+    return {name: Tokenizer.from_dir(root / name) for name in ("byte-level", *MAKERS)}
 
 
-@pytest.fixture(params=sorted(MAKERS))
+@pytest.fixture(params=("byte-level", *MAKERS))
 def tokenizer(request: pytest.FixtureRequest, loaded: dict[str, Tokenizer]) -> Tokenizer:
     return loaded[request.param]
 
@@ -169,8 +161,7 @@ def test_text_after_a_prompt_goes_on_where_the_prompt_ended(
 
 def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) -> None:
     """An emoji outside the vocabulary is bytes; it is shown with the last of them."""
-    ids = tokenizer.encode("😀")
-    pieces = stream(tokenizer, ids)
+    pieces = stream(tokenizer, tokenizer.encode("😀"))
     assert "".join(pieces).strip() == "😀"
     assert [piece for piece in pieces if piece.strip()] == ["😀"]
 

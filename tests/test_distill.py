@@ -236,8 +236,7 @@ def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, pr
 def test_a_changed_option_begins_anew_and_says_which(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
     """Another rate keeps the target's text, another seed does not; what was made for others is kept and named."""
     options = replace(OPTIONS, steps=2, tokens=1000, work=tmp_path / "work", force=True)
-    first = distill_draft(pair.draft, pair.target, prompts, tmp_path / "a", options)
-    assert "stays in" in first.message
+    assert "stays in" in distill_draft(pair.draft, pair.target, prompts, tmp_path / "a", options).message
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "b", replace(options, rate=1e-4), heard)
     assert "continuing the target's text" in heard and "rows with" not in heard
@@ -288,8 +287,7 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
     ):
         distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
     assert hashes(out) == before
-    again = distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
-    assert again.status == "written"
+    assert distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True)).status == "written"
 
 
 def test_a_pool_that_cannot_fit_is_refused_before_the_work(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:

@@ -146,8 +146,7 @@ def test_padding_changes_nothing_that_is_recorded(family: str, tmp_path: Path) -
     size = source.tokenizer.size
     prompts = [list(range(5, 5 + length)) for length in (3, 34, 17)]
     plan = rollout.PoolPlan(0, row_length=44, temperatures=(0.5, 1.0), top_k=8, num_ids=size)
-    generator = torch.Generator().manual_seed(1)
-    rows = rollout.sample_rows(model, prompts, torch.tensor([0.5, 0.8, 1.0]), plan, generator)
+    rows = rollout.sample_rows(model, prompts, torch.tensor([0.5, 0.8, 1.0]), plan, torch.Generator().manual_seed(1))
     assert rows is not None
     assert rows.starts.tolist() == [3, 34, 17] and rows.ends.tolist() == [13, 44, 27]
     assert int(rows.top_ids.max()) < size <= 320
@@ -185,8 +184,7 @@ def test_only_known_positions_are_trained_on(model: Any) -> None:
     rows = sample(model, top_k=8)
     rows = replace(rows, ends=torch.tensor([19, 12], dtype=torch.int32))
     masks = losses.Masks.of(rows, skip=6)
-    known = [row.nonzero().flatten().tolist() for row in masks.known]
-    assert known == [list(range(3, 18)), list(range(6, 11))]
+    assert [row.nonzero().flatten().tolist() for row in masks.known] == [list(range(3, 18)), list(range(6, 11))]
     assert [row.nonzero().flatten().tolist() for row in masks.written] == [list(range(3, 18)), list(range(8, 11))]
 
 

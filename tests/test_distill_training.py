@@ -66,8 +66,7 @@ def test_several_pools_are_one_whose_rows_may_differ_in_length(model: Any, tmp_p
     """A step on two pools trains as on one pool of all their rows; rows of other lengths need nothing else."""
     first, second = sample(model, top_k=16, length=24), sample(model, top_k=16, length=24, seed=4)
     one, two = stored_pool(tmp_path / "one", [first]), stored_pool(tmp_path / "two", [second])
-    both = stored_pool(tmp_path / "both", [first, second])
-    together = gradient(model, [both], rows_per_step=4)
+    together = gradient(model, [stored_pool(tmp_path / "both", [first, second])], rows_per_step=4)
     apart = gradient(model, [one, two], pool_rows=(2, 2))
     alone = gradient(model, [one], rows_per_step=2)
     longer = stored_pool(tmp_path / "longer", [sample(model, top_k=16, length=40)])

@@ -59,8 +59,7 @@ def test_forced_tokens_are_drafted_for_nothing(tokenizer: Tokenizer, compiler: G
     path = [guess.token for guess in drafter.continuation(16)]
     assert tokenizer.decode(path).startswith('{"colour":')
     assert drafter.continuation(2) == [forced_guess(token) for token in path[:2]]
-    found = drafter.guess([path[:index] for index in range(len(path))], 4)
-    assert found == [[forced_guess(token)] for token in path]
+    assert drafter.guess([path[:index] for index in range(len(path))], 4) == [[forced_guess(token)] for token in path]
     assert runtime.calls == 0
 
 

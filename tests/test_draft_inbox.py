@@ -211,8 +211,7 @@ def test_a_model_that_has_run_already_is_not_held_up() -> None:
 
 def test_a_flood_ends_with_the_model() -> None:
     """Reading stops shortly before the expected end, whatever still arrives."""
-    arrivals = [(n * 1e-5, 1 + n % 400) for n in range(10_000)]
-    reader, reading, _ = reader_of(arrivals)
+    reader, reading, _ = reader_of([(n * 1e-5, 1 + n % 400) for n in range(10_000)])
     reading.clock.now = 0.0
     reader.read_during(0.0, 0.020)
     assert 0.0175 < reading.clock.now < 0.0185

@@ -131,8 +131,7 @@ def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=words) as found:
         VerifierClient("http://cloud.example")
     assert "secret" not in str(found.value)
-    report = CloudReport("http://cloud.example")
-    (finding,) = [each for each in report.findings() if each.status == "fault"]
+    (finding,) = [each for each in CloudReport("http://cloud.example").findings() if each.status == "fault"]
     assert finding.name == "proxy" and "secret" not in f"{finding}"
     VerifierClient("http://127.0.0.1:1")
 

@@ -217,8 +217,7 @@ async def test_a_hash_goes_to_no_other_server() -> None:
             await ask(conversation, "two")
             assert conversation.turns[1].result.held is not None
             assert conversation.turns[1].result.held.url == second.url
-            by_hash = [body["prefix_hash"] for body in transport.sessions if "prefix_hash" in body]
-            assert held.name not in by_hash
+            assert held.name not in [body["prefix_hash"] for body in transport.sessions if "prefix_hash" in body]
 
 
 async def test_a_cut_text_resumes_with_all_tokens(server: FakeServer) -> None:
@@ -350,7 +349,6 @@ async def test_facts_out_of_bounds_are_refused(server: FakeServer, positions: in
 
 async def test_an_older_server_without_rendering_is_named(server: FakeServer) -> None:
     """404 for /v1/render gives advice, not a list of attempts."""
-    transport = Recorded(refusing("/v1/render", "no such route", 404))
-    async with conversing(server.url, transport) as conversation:
+    async with conversing(server.url, Recorded(refusing("/v1/render", "no such route", 404))) as conversation:
         with pytest.raises(CloudError, match="renders no conversations"):
             await conversation.answer("one", SAMPLED, 4)

@@ -271,11 +271,7 @@ def test_a_comparison_of_one_token_is_a_document_that_every_parser_reads() -> No
     console, out = screen()
     ran = Ran(one, one, None, compared)
     print_document(console, as_document(RunOptions("x", compare=True), ran, None, fake_tokenizer()))
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    document = json.loads(out.getvalue(), parse_constant=refuse)
+    document = json.loads(out.getvalue(), parse_constant=pytest.fail)
     unknown = ("tokens_per_s", "itl_ms_p50", "itl_ms_p95", "acceptance_rate")
     assert document["speed_up"] is None and document["speed_up_unknown"] == "only 1 token"
     assert all(found[key] is None for key in unknown for found in (document, document["cloud_only"]))

@@ -13,8 +13,7 @@ import httpx
 import pytest
 from tests.agents import SURE, Clock, proxy_to
 from tests.commands import KEY, Outrider, key_file
-from tests.fake_runtime import FakeBatchRuntime
-from tests.local_endpoint import DRAFTS, PROMPT, LocalEndpoint, body, expected, serve_local
+from tests.local_endpoint import DRAFTS, PROMPT, LocalEndpoint, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
@@ -260,27 +259,6 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
                 assert "127.0.0.1" not in str(ready["clouds"])
     outages = [record for record in caplog.records if "is left out" in record.getMessage()]
     assert outages and any("is back" in record.getMessage() for record in caplog.records)
-
-
-def test_of_several_clouds_one_with_another_model_is_refused() -> None:
-    """Texts that the first began do not go on at the second, which serves another target; the error names both."""
-    gate = StepGate()
-    gate.allow(4)
-    other = FakeBatchRuntime(vocab_size=300, seed=7)
-    with (
-        serve_fake(config=SURE, gate=gate) as first,
-        serve_fake(runtime=other, name="other") as second,
-        serve_local([first.url, second.url], DRAFTS) as local,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        answers = [pool.submit(local.post, body(400, prompt=each), status=503) for each in ("1 + x", "2 + x")]
-        first.wait_until(lambda: len(first.core.sessions) == 2 and first.runtime.num_steps > 2)
-        first.server.begin_drain(0.0)
-        gate.open()
-        for answer in answers:
-            error = answer.result(60.0)["error"]
-            assert error["code"] == "no_verifier" and "another target" in error["message"]
-        assert other.num_steps == 0
 
 
 @pytest.mark.usefixtures("by_preference")

@@ -19,8 +19,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
-from outrider.edge.setup.settings import Settings, expectation
-from outrider.models.client.address import without_password
+from outrider.edge.setup.settings import Settings
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 
@@ -248,8 +247,7 @@ def test_a_run_sends_the_endpoints_key(config: Path, fake_bundle: Path, outrider
         assert "requires an API key" in outrider(*command, code=2).err
         config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
         outrider(*command)
-    endpoints = read_endpoints(read_config())
-    assert endpoints[0].key_file == str(config.parent / "cloud.key")
+    assert read_endpoints(read_config())[0].key_file == str(config.parent / "cloud.key")
 
 
 def test_a_key_and_a_key_file_from_one_place_are_refused(
@@ -269,22 +267,9 @@ def test_a_key_and_a_key_file_from_one_place_are_refused(
 
 def test_variables_that_no_option_has_are_found(config: Path) -> None:
     """With the closest name that one has."""
-    group = commands_group()
     environment = {"OUTRIDER_RUN_MAX_TOKNS": "3", "OUTRIDER_SEED": "3", "OUTRIDER_CACHE": "x", "HOME": "x"}
-    settings = Settings(group, ConfigFile(config), environment)
+    settings = Settings(commands_group(), ConfigFile(config), environment)
     assert settings.unknown_variables() == {"OUTRIDER_RUN_MAX_TOKNS": "OUTRIDER_RUN_MAX_TOKENS"}
-
-
-def test_addresses_are_shown_without_passwords() -> None:
-    """User name and password both."""
-    assert without_password("https://me:secret@a.example:8/x") == "https://***@a.example:8/x"
-    assert without_password("http://a") == "http://a" and "secret" not in without_password("http://[me:secret@x")
-
-
-def test_expectations_are_words() -> None:
-    """For ranges of both ends."""
-    assert expectation(click.Option(["--x"], type=click.IntRange(2, 512))) == "a whole number, at least 2, at most 512"
-    assert expectation(click.Option(["--x"], type=click.FloatRange(max=1.5))) == "a number, at most 1.5"
 
 
 @pytest.mark.parametrize(
@@ -351,8 +336,7 @@ def test_a_pull_gets_address_and_key_from_the_file(
             f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
             encoding="utf-8",
         )
-        pulled = Path(outrider("pull").out.strip())
-        assert pulled.parent == tmp_path / "cache" / "drafts"
+        assert Path(outrider("pull").out.strip()).parent == tmp_path / "cache" / "drafts"
         monkeypatch.setenv("OUTRIDER_CLOUD", f"{server.url} {other.url}")
         assert f"at {server.url}" in outrider("pull", "--list").out
         assert "requires an API key" in outrider("pull", "--cloud", other.url, code=2).err

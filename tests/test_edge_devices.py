@@ -81,8 +81,7 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
                 return 1005
             raise RuntimeError(f"{device} has no {name}")
 
-    fake = types.SimpleNamespace(Core=Core, __version__="2026.4.1-1-releases")
-    monkeypatch.setitem(sys.modules, "openvino", fake)
+    monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Core=Core, __version__="2026.4.1-1-releases"))
     found = find_runtime("openvino")
     assert found.version == "2026.4.1"
     assert [(device.name, device.device, device.driver) for device in found.devices] == [

@@ -73,8 +73,7 @@ def lines_of(text: str) -> dict[str, str]:
     assert max(map(len, lines)) <= WIDTH and text.isascii() and "`" not in "".join(lines)
     for name in (str(Path.home()), getpass.getuser() if getpass.getuser() != "root" else "/root", platform.node()):
         assert not re.search(rf"\b{re.escape(name)}\b", text)
-    named = [line for line in lines if line[0] != " "]
-    return {line[:18].strip(): line[18:].strip() for line in named}
+    return {line[:18].strip(): line[18:].strip() for line in lines if line[0] != " "}
 
 
 def test_the_block_of_an_emulated_npu(
@@ -154,11 +153,8 @@ def test_what_openvino_says_of_an_npu_is_in_the_block(draft: Bundle, steps: Step
     """Each property, and which of them the driver does not report."""
     report, found = examined(draft)
     assert not report.is_faulty and NOT_HARDWARE not in report.text
-    assert (found["NPU name"], found["NPU driver"], found["NPU compiler"]) == (
-        "Intel(R) AI Boost",
-        "32.0",
-        "not reported",
-    )
+    named = {"NPU name": "Intel(R) AI Boost", "NPU driver": "32.0", "NPU compiler": "not reported"}
+    assert found | named == found
     assert found["16 node(s)"].split() == ["22.84", "ms", "22.84", "ms"]
 
 
@@ -283,8 +279,7 @@ def test_no_name_of_user_or_machine_stays_in_a_reason(monkeypatch: pytest.Monkey
 
 def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> None:
     """Both places compare the positions that the draft has."""
-    short = shortened(draft, 16)
-    tokens = fixed_tokens(short)
+    tokens = fixed_tokens(shortened(draft, 16))
     assert len(tokens) == LEAST_POSITIONS == 32
     runtime = Cutting(forgets=False)
     assert scores(runtime, tokens).shape == (16, 50) and len(runtime.tokens) < 32
@@ -294,8 +289,7 @@ def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> 
 
 def test_a_draft_of_too_short_texts_is_said_to_be_one(draft: Bundle, steps: Steps) -> None:
     """That is no fault of the device: nothing has FAILED."""
-    short = shortened(draft, 8)
-    report, found = examined(short)
+    report, found = examined(shortened(draft, 8))
     assert not report.is_faulty and steps.asked == [("load", "npu")]
     assert found["load, first time"].split()[0] == "2.00"
     assert found["other steps"] == "not run: the draft takes texts of at most 24 tokens, and they need 32"

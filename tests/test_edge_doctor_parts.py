@@ -190,8 +190,7 @@ def test_bundles_of_the_cache_are_checked(fake_bundle: Path, tmp_path: Path, mon
     assert list(cached_drafts(cache)) == places[:2]
     (places[1] / "tokenizer.json").unlink()
     bundles = Bundles("reference", cache)
-    found = list(bundles.findings())
-    assert [each.status for each in found] == ["ok", "warning"]
+    assert [each.status for each in bundles.findings()] == ["ok", "warning"]
     chosen = bundles.for_target(fake_tokenizer().fingerprint)
     assert chosen is not None and chosen.manifest.files
     assert bundles.for_target("f" * 64) is chosen  # shows why nothing fits

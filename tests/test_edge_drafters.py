@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.always_wrong import AlwaysWrongDrafter
 from tests.fake_runtime import FakeSequenceRuntime
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, shared_guess
@@ -210,22 +209,3 @@ def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
     assert mixed.guess([[], [1]], 4) == [[], []]
     mixed.begin([1, 2] * 31, SAMPLED)
     assert mixed.guess([[]], 4) != [[]]
-
-
-def test_an_always_wrong_drafter_guesses_none_of_the_best() -> None:
-    """As many guesses as asked for, all different, none of the inner drafter's eight best."""
-    inner, wrong = ModelDrafter(branched(8)), AlwaysWrongDrafter(ModelDrafter(branched(8)), VOCAB)
-    for each in (inner, wrong):
-        each.begin([1, 2, 3], SAMPLED)
-    for width in (1, 4, 8):
-        for branch, guesses, best in zip(
-            ([], [3], [4, 5]),
-            wrong.guess([[], [3], [4, 5]], width),
-            inner.guess([[], [3], [4, 5]], 8),
-            strict=True,
-        ):
-            tokens = {guess.token for guess in guesses}
-            assert len(tokens) == len(guesses) == width, branch
-            assert not tokens & {guess.token for guess in best}
-            assert [guess.cell for guess in guesses] == [guess.cell for guess in best[:width]]
-    assert wrong.continuation(4) == []

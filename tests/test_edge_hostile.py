@@ -6,14 +6,9 @@ The server is a raw socket: it writes any bytes, and knows how many of them were
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -247,47 +242,3 @@ def test_what_a_server_says_of_its_keep_alives_is_bounded() -> None:
     """Three of them and a second for the network; neither at once nor never."""
     assert [longest_silence_s(said) for said in (5.0, 0.0, -1.0, 1e9)] == [16.0, 1.3, 1.3, 181.0]
     assert ServerSettings().keep_alive_s == ClientOptions().keep_alive_s == 5.0
-
-
-CHILD = """
-import sys
-from tests.serving import StepGate, serve_fake
-from outrider.cloud.api.state import ServerSettings
-gate = StepGate()
-gate.allow(5)
-with serve_fake(ServerSettings(keep_alive_s=0.1), gate=gate) as server:
-    print(server.url, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows cannot stop a process")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stopped_process_is_noticed(server: FakeServer, mode: Mode) -> None:
-    """SIGSTOP: the kernel still accepts connections and takes data for it, and nothing comes back."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    assert child.stdin is not None and child.stdout is not None
-    troubles, seen = list[str](), list[int]()
-
-    def stop(batch: TokenBatch) -> None:
-        seen.extend(batch.tokens)
-        if not troubles and len(seen) >= 3:
-            os.kill(child.pid, signal.SIGSTOP)
-
-    try:
-        url = child.stdout.readline().strip()
-        result = write([url, server.url], mode, HASTY, troubles.append, stop)
-    finally:
-        child.kill()
-        child.wait(30.0)
-        child.stdin.close()
-        child.stdout.close()
-    assert list(result.tokens) == TRUTH == seen
-    assert troubles == [f"{url}: the server sent nothing for 1.3 s. Trying {server.url}."]

@@ -294,8 +294,7 @@ def test_an_unverified_answer_is_its_own_clients() -> None:
             assert local.refusal(404, asked, verify, headers=own) == "unknown_answer"
             local.wait_until(local.is_at_rest)
             counted = cloud.core.metrics.requests.items()
-            texts = {status: num for (path, _, status), num in counted if path == "/v1/sessions"}
-            assert texts == {200: 1}
+            assert {status: num for (path, _, status), num in counted if path == "/v1/sessions"} == {200: 1}
 
 
 def test_an_answer_is_checked_by_one_call_at_a_time() -> None:
@@ -349,8 +348,7 @@ async def test_a_check_ends_when_its_client_leaves_and_can_be_asked_for_again() 
                     await asyncio.wait({call})
                 local.wait_until(local.is_at_rest)
                 gate.open()
-                again = local.post({"id": answer["id"]}, "/v1/outrider/verify")
-                assert again["choices"][0]["text"] == expected()
+                assert local.post({"id": answer["id"]}, "/v1/outrider/verify")["choices"][0]["text"] == expected()
                 local.wait_until(local.is_at_rest)
 
 

@@ -149,8 +149,7 @@ def test_the_policy_stops_what_the_page_does_not_do(local: LocalEndpoint, browse
 
 def test_a_key_is_asked_for_and_kept_in_memory_only(cloud: FakeServer, browser: Browser) -> None:
     """The page's files need none; what it asks does."""
-    settings = LocalSettings(keys=KeyRing([KEY]))
-    with serve_local(cloud.url, settings) as own:
+    with serve_local(cloud.url, LocalSettings(keys=KeyRing([KEY]))) as own:
         assert httpx.get(f"{own.url}/").status_code == httpx.get(f"{own.url}/page/page.js").status_code == 200
         assert ask(own).status_code == httpx.get(f"{own.url}/v1/outrider/info").status_code == 401
         with opened(browser, own.url, complaints=2) as page:  # the answers 401 are in the console
@@ -231,8 +230,7 @@ window.fetch = (path, options) => {
 @pytest.fixture(scope="module")
 def small_cloud() -> Iterator[FakeServer]:
     """A target with a small context."""
-    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=CONTEXT)
-    with serve_fake(runtime=runtime) as running:
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=CONTEXT)) as running:
         yield running
 
 

@@ -118,8 +118,7 @@ async def test_a_delayed_link_keeps_order_and_errors(cloud: FakeServer) -> None:
         assert isinstance(found[0], SessionOpen) and isinstance(found[-1], SessionEnd)
         bases = [event.base for event in found if isinstance(event, Commit)]
         assert bases == sorted(bases)
-        long = request.model_copy(update={"max_tokens": 500})
-        async with DelayedClient(client, 0.01).open_session(long) as events:
+        async with DelayedClient(client, 0.01).open_session(request.model_copy(update={"max_tokens": 500})) as events:
             assert isinstance(await anext(events), SessionOpen)
         await asyncio.to_thread(cloud.wait_until, cloud.is_empty)
     with pytest.raises(EndpointLost):

@@ -117,8 +117,7 @@ def test_commands_in_refusals_name_bundles_that_are_made() -> None:
     """Every runtime and device that a message can name is a row of the exporter's own table."""
     from outrider.export.recipes import RECIPES
 
-    made = {(runtime, device) for role, device, runtime in RECIPES if role == "draft"}
-    assert made == set(DRAFTS)
+    assert {(runtime, device) for role, device, runtime in RECIPES if role == "draft"} == set(DRAFTS)
 
 
 def test_a_target_is_no_draft() -> None:

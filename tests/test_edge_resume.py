@@ -66,20 +66,16 @@ def opened(stop_ids: tuple[int, ...] = (EOS,), max_positions: int | None = None)
 
 def ended(reason: Any = "length") -> SessionEnd:
     """The last event of a session."""
-    usage = Usage(
-        prompt_tokens=1,
-        completion_tokens=1,
-        target_passes=1,
-        accepted_prediction_tokens=0,
-        rejected_prediction_tokens=0,
+    return SessionEnd(
+        reason=reason,
+        usage=Usage(
+            prompt_tokens=1,
+            completion_tokens=1,
+            target_passes=1,
+            accepted_prediction_tokens=0,
+            rejected_prediction_tokens=0,
+        ),
     )
-    return SessionEnd(reason=reason, usage=usage)
-
-
-def too_long(_: httpx.Request) -> httpx.Response:
-    """The refusal of a prompt that fills the context."""
-    error = {"code": "context_length_exceeded", "message": "the prompt is too long"}
-    return httpx.Response(400, json={"error": error})
 
 
 def unreachable(_: httpx.Request) -> httpx.Response:
@@ -134,7 +130,7 @@ async def test_a_text_that_is_cut_at_its_end_is_over(
     first: dict[str, Any], fields: dict[str, Any], tokens: list[int], reason: str
 ) -> None:
     """No other session is opened: the server would refuse it, or go on with another text."""
-    script = Script(session(opened(**first), Commit(base=0, tokens=tokens)), too_long)
+    script = Script(session(opened(**first), Commit(base=0, tokens=tokens)))
     result = await stream(script, GenerationRequest(PROMPT, **fields))
     assert list(result.tokens) == tokens and result.finish_reason == reason
     assert result.num_sessions == len(script.requests) == 1
@@ -200,8 +196,7 @@ def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
         lambda _: httpx.Response(500, stream=CutStream(b'{"error":', is_cut=True)),
         session(opened(), Commit(base=0, tokens=[5]), ended()),
     )
-    result = run(stream(script, ONE))
-    assert result.tokens == (5,) and len(script.requests) == 2
+    assert run(stream(script, ONE)).tokens == (5,) and len(script.requests) == 2
 
 
 def test_a_restart_of_several_seconds_in_mid_text_is_survived() -> None:
@@ -248,8 +243,7 @@ async def test_an_endpoint_that_stays_away_is_given_up(
 
 def refusing(num_refused: int) -> Answer:
     """A server that refuses so many connections, then serves a text of one token."""
-    answer = session(opened(), Commit(base=0, tokens=[5]), ended())
-    return Script(*[unreachable] * num_refused, answer)
+    return Script(*[unreachable] * num_refused, session(opened(), Commit(base=0, tokens=[5]), ended()))
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,9 @@ async def test_drafting_stops_between_two_pieces_of_a_prompt(server: FakeServer,
 
 async def test_a_late_draft_joins_when_it_is_ready() -> None:
     """It has missed the first commits; the later tokens are drafted, and the text is the target's."""
-    held, gate, num_tokens = Held(), StepGate(), list[int]()
-
-    def on_tokens(batch: TokenBatch) -> None:
-        num_tokens.append(len(batch.tokens))
-
-    async with streaming(drafter(1.0, held), 64, on_tokens, config=SURE, gate=gate) as (agent, task):
-        while sum(num_tokens) < 5:
+    held, gate, seen = Held(), StepGate(), list[TokenBatch]()
+    async with streaming(drafter(1.0, held), 64, seen.append, config=SURE, gate=gate) as (agent, task):
+        while sum(len(batch.tokens) for batch in seen) < 5:
             gate.allow(1)
             await asyncio.sleep(0.002)
         assert held.begun.is_set() and len(held.calls) == 1

@@ -1,29 +1,48 @@
-"""Tests stop-and-wait on a server that runs fewer drafted tokens than sent, as it may when its step is full."""
+"""Tests device and target that wait for each other: stop-and-wait, and turns, for those that share cores."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.agents import VOCAB, Clock, drafter, generate, scripted_client, whole
+from tests.agents import SURE, VOCAB, Clock, Spying, asking, drafter, generate, scripted_client, truth, whole
 from tests.always_wrong import AlwaysWrongDrafter
+from tests.fake_runtime import FakeBatchRuntime
+from tests.pending_drafts import commit, line_message, pending
 from tests.serving import serve_fake, target_tokens
 from tests.waiting import run
 
-from outrider.cloud.engine import EngineConfig
-from outrider.edge.drafting.depth import FixedDepth
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.edge.drafting.ahead import DraftAhead
+from outrider.edge.drafting.depth import CostModelDepth, DepthController, DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.price import SendPrice
+from outrider.edge.drafting.scheduler import DraftScheduler
+from outrider.edge.drafting.tree import GuessNode
+from outrider.edge.drafting.turns import Turns
+from outrider.edge.drafting.worker import Drafting as DeviceDrafting
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
+from outrider.models.wire.protocol import TURNS_SINCE, SessionOpen
+from outrider.models.wire.tree_draft import TreeDraft
 from outrider.models.wire.verify import VerifyAnswer, VerifyRequest, VerifyResult
 
 PERIOD = 5
@@ -139,3 +158,211 @@ def test_a_prompt_that_leaves_no_room_for_its_draft_loses_no_pass() -> None:
         result = run(blocks(server.url, request, drafter(1.0)))
     assert result.tokens == tuple(target_tokens(prompt, 28))
     assert result.num_passes == 4  # 7, 9, 9 and the 3 that are left
+
+
+STEP_S = 0.040
+
+
+def live(turns: Turns, num_commits: int, ms: Sequence[float], rest_ms: float = 10.0) -> float:
+    """Commits of some tokens. ms: of one without and with turns. Returns the share in turns."""
+    in_turns = 0
+    for index in range(num_commits):
+        in_turns += turns.now
+        turns.on_commit(1 + index % 7, ms[turns.now], rest_ms, 40.0)
+    return in_turns / num_commits
+
+
+def possible() -> Turns:
+    """With a server on this machine that waits."""
+    turns = Turns()
+    turns.are_possible = True
+    return turns
+
+
+@pytest.mark.parametrize("rest_ms", [10.0, 30.0])
+def test_the_faster_way_is_found_soon_and_the_other_tried_at_growing_intervals(rest_ms: float) -> None:
+    """From either beginning; a machine that changes is noticed."""
+    turns = possible()
+    assert live(turns, 2, [80.0, 60.0], rest_ms) <= 0.5
+    assert turns.now == (rest_ms < 16.0)
+    live(turns, 30, [80.0, 60.0], rest_ms)
+    assert live(turns, 600, [80.0, 60.0], rest_ms) > 0.9
+    assert turns.rate(True) > 1.2 * turns.rate(False)
+    live(turns, 1000, [50.0, 60.0], rest_ms)
+    assert live(turns, 600, [50.0, 60.0], rest_ms) < 0.1
+
+
+def test_turns_are_not_tried_where_they_cannot_be_faster() -> None:
+    """A long way: commits come more often than a turn could. Or the server does not wait."""
+    far = possible()
+    assert live(far, 600, [45.0, 100.0], rest_ms=60.0) == 0.0 and "not measured" in far.words()
+    old = Turns()
+    assert live(old, 100, [80.0, 60.0]) == 0.0 and not old.words()
+
+
+def waiting(*, patience_ms: float | None = None) -> tuple[Drafting, PendingDrafts]:
+    """A session in turns whose newest commit is the second, at 1 s."""
+    drafting = Drafting(8, Policy.AUTO)
+    drafting.curve.observe(StepSize(1), STEP_S)
+    drafts = pending(drafting)
+    drafts.patience_ms = patience_ms
+    commit(drafts, 1)
+    drafting.committed(drafts, [], [1], 0.5, crowding=1.0)
+    drafting.merge_tree(drafts, TreeDraft(1, 0, [2, 3], [-1, 0], [13, 13], is_turn=True), 0.6)
+    for token in (2, 3):
+        commit(drafts, token)
+    drafting.committed(drafts, [2, 3], [2, 3], 1.0, crowding=1.0)
+    return drafting, drafts
+
+
+def test_the_target_waits_for_a_whole_turn() -> None:
+    """For the message that answers the newest commit, whatever it guesses; not for one that knows less."""
+    drafting, drafts = waiting()
+    assert drafting.is_waiting(drafts, 1.1)
+    drafting.merge_tree(drafts, line_message(1, 2, [2, 3, 4]), 1.1)  # without the mark: older
+    assert drafts.in_turns is False
+    drafting, drafts = waiting()
+    drafting.merge_tree(drafts, TreeDraft(3, 2, [], [], [], is_turn=True), 1.1)
+    assert not drafting.is_waiting(drafts, 1.1) and drafts.in_turns and drafts.waited_s == pytest.approx(0.1)
+
+
+def test_a_turn_that_does_not_come_is_waited_for_once() -> None:
+    """For some steps; then the device must ask again. An empty message ends the wait and the turns at once."""
+    drafting, drafts = waiting()
+    assert drafting.is_waiting(drafts, 1.0 + 3.9 * STEP_S) and not drafting.is_waiting(drafts, 1.0 + 4.1 * STEP_S)
+    commit(drafts, 4)
+    drafting.committed(drafts, [], [4], 2.0, crowding=1.0)
+    assert not drafts.in_turns and not drafting.is_waiting(drafts, 2.0)
+    drafting, drafts = waiting()
+    drafting.merge_tree(drafts, TreeDraft(3, 2, [], [], []), 1.01)
+    assert not drafting.is_waiting(drafts, 1.01) and not drafts.in_turns
+
+
+def test_a_client_cannot_make_the_target_wait_for_nothing() -> None:
+    """One that asks each time and answers too late is soon not waited for; nor is one whose patience is 0."""
+    drafting, drafts = waiting(patience_ms=0.0)
+    assert drafts.in_turns and not drafting.is_waiting(drafts, 1.0)
+    drafting, drafts = waiting()
+    now, waited = 1.0, 0
+    for base in range(4, 40):
+        waited += drafting.is_waiting(drafts, now)
+        assert not drafting.is_waiting(drafts, now + 10 * STEP_S)
+        drafting.merge_tree(drafts, TreeDraft(base - 1, base, [9], [-1], [9], is_turn=True), now + 11 * STEP_S)
+        commit(drafts, 5)
+        now += 1.0
+        drafting.committed(drafts, [], [5], now, crowding=1.0)
+    assert waited <= 4
+
+
+class Always(DepthController):
+    """Eight tokens ahead, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__(DraftPlan(8, in_turns=True))
+
+
+@pytest.mark.parametrize("agreement", [0.9, 0.0])
+def test_a_text_in_turns_is_the_targets(agreement: float) -> None:
+    """One message for each commit, with a path; the target waits for it, so none comes late."""
+    spy, request = Spying(), asking(seed=5, max_tokens=60)
+    with serve_fake(
+        runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.008)), config=SURE
+    ) as server:
+        result = run(generate([server.url], request, drafter(agreement), depth=Always(), wrap=spy.wrap, width=1))
+    assert result.tokens == truth(request)
+    assert all(tree.is_turn and len(set(tree.parents)) == len(tree.parents) <= 8 for tree in spy.trees)
+    assert len({tree.base for tree in spy.trees}) == len(spy.trees) >= result.num_turns
+    assert result.num_turns >= 0.5 * result.num_passes  # a machine that hangs for four steps lets some pass by
+
+
+def test_turns_end_with_the_drafting() -> None:
+    """A draft that is found to be useless in turns: the target is told to go on, and the text goes on as usual."""
+    spy, request, estimates = Spying(), asking(seed=6, max_tokens=200), Estimates()
+
+    class Here(CostModelDepth):
+        """As on one machine."""
+
+        def plan(self) -> DraftPlan:
+            estimates.turns._are_on = True
+            return super().plan()
+
+    with serve_fake(
+        runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.008)), config=SURE
+    ) as server:
+        result = run(
+            generate([server.url], request, drafter(0.0), depth=Here(estimates), estimates=estimates, wrap=spy.wrap)
+        )
+    assert result.tokens == truth(request)
+    assert 0 < result.num_turns < result.num_passes / 2
+    ends = [tree for tree in spy.trees if not tree.is_turn and not tree.tokens]
+    assert len(ends) >= 1
+
+
+def test_turns_end_where_another_text_joins_the_draft() -> None:
+    """At once, before the answer is whole: the draft may be busy with the other's prompt, and the server waits."""
+    joined, sent = threading.Event(), list[tuple[int, bool]]()
+
+    async def scenario() -> None:
+        scheduler, estimates = DraftScheduler(), Estimates()
+        estimates.turns.are_possible = True
+
+        def hold(_: object) -> None:
+            if len(sent) == 1:  # drafts its second turn
+                assert joined.wait(30.0)
+
+        def send(num_known: int, nodes: Sequence[GuessNode], is_turn: bool) -> int:
+            sent.append((num_known, is_turn))
+            return 9
+
+        drafting = DeviceDrafting(drafter(0.9, hold), Always(), estimates, TreeLimits(), scheduler)
+        request = GenerationRequest((5, 6, 7), max_tokens=50, stop_ids=frozenset())
+        ahead = DraftAhead(
+            request,
+            drafting,
+            SendPrice(),
+            send,
+            lambda: True,
+        )
+        text = truth(request)
+        for base in (0, 1):
+            ahead.on_commit(base, text[base : base + 1], None)
+            ahead.pump()
+            while base == 0 and not sent:
+                await asyncio.sleep(0.001)
+        scheduler.enter()
+        joined.set()
+        while len(sent) < 2:
+            await asyncio.sleep(0.001)
+        scheduler.leave()
+        ahead.close()
+        await asyncio.to_thread(scheduler.join)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+    assert sent[:2] == [(1, True), (2, False)]
+
+
+def test_a_server_from_before_them_is_not_asked_for_turns() -> None:
+    """It would refuse the message."""
+
+    class Before(VerifierClient):
+        """Reads what such a server says."""
+
+        async def _events(self, *arguments: Any) -> Any:
+            async for event in super()._events(*arguments):
+                is_open = isinstance(event, SessionOpen)
+                yield event.model_copy(update={"protocol": TURNS_SINCE - 1}) if is_open else event
+
+    spy, request = Spying(), asking(seed=7, max_tokens=40)
+    with serve_fake(
+        runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.008)), config=SURE
+    ) as server:
+
+        async def scenario() -> GenerationResult:
+            async with Before(server.url) as client:
+                return await StreamAgent(Endpoints([client]), drafter(), Always(), wrap_posts=spy.wrap).generate(
+                    request
+                )
+
+        result = run(scenario())
+    assert result.tokens == truth(request) and result.num_turns == 0
+    assert spy.trees and not any(tree.is_turn for tree in spy.trees)

@@ -121,8 +121,7 @@ class Hiding(httpx.AsyncHTTPTransport):
 async def test_a_replica_that_hides_its_readiness_goes_on_with_a_text(mode: Mode, status: int, moving: Moving) -> None:
     """Its answers show its target, too."""
     hidden = VerifierClient(moving.serve().url, transport=Hiding(status))
-    result = await moving.generate(mode, moving.first_url, hidden)
-    assert result.tokens == tuple(moving.seen) == TRUTH
+    assert (await moving.generate(mode, moving.first_url, hidden)).tokens == tuple(moving.seen) == TRUTH
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -326,8 +326,7 @@ def test_a_terminal_shows_what_it_would_obey(attack: str, capsys: pytest.Capture
     shown = out.getvalue() + capsys.readouterr().err
     assert not commands(shown)
     assert shown.count(visible(attack)) >= 4
-    document = out.getvalue()[out.getvalue().index("{\n") :]
-    assert json.loads(document) == {"text": attack}
+    assert json.loads(out.getvalue()[out.getvalue().index("{\n") :]) == {"text": attack}
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())

@@ -1,24 +1,33 @@
-"""Every family, exported from a tiny local model: correct in the runtime that will run it, or refused with a reason."""
+"""Every family, exported from a tiny local model: correct in the runtime that will run it, or refused with a reason.
+
+What depends on the longest text, too: rotary scaling that changes with it is refused, and would be found by the check.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.tiny_models import make_unknown
 from tools.tiny_sources import make_tiny_source
 
+from outrider.export.check import source_logits as source_logits_module
 from outrider.export.convert import openvino_ir
 from outrider.export.make.pipeline import export_model, stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import warnings_of
+from outrider.export.source import config_reader
 from outrider.export.source.family_facts import FAMILIES
-from outrider.export.source.model_source import read_source
+from outrider.export.source.model_source import SourceModel, read_source
+from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.models.bundle.manifest import Parity, Precision, Role
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.runtimes import open_batch_runtime
@@ -166,3 +175,151 @@ def test_a_window_that_is_too_long_to_check_ends_the_sequence(tmp_path: Path) ->
     opened = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=1 << 20))
     assert opened.limits.max_positions == bundle.manifest.architecture.max_positions == 2000
     opened.close()
+
+
+TORCH = ExportOptions("target", "fp32", "torch", num_threads=1)
+ORT = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
+VINO = ExportOptions("draft", "fp32", "openvino", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_source("phi3", tmp_path_factory.mktemp("sources") / "phi3")
+
+
+@pytest.fixture
+def scaled(phi3: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`scaled("su", 128)`: Phi-3 with rotary scaling of that type beyond 128 positions, and no window."""
+
+    def make(kind: str, original: int, window: int | None = None, **rope: Any) -> Path:
+        directory = shutil.copytree(phi3, tmp_path / f"{kind}-{original}")
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        del config["rope_parameters"]
+        config |= {"original_max_position_embeddings": original, "sliding_window": window}
+        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        config["rope_scaling"] = {"type": kind, "original_max_position_embeddings": original} | factors | rope
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["longrope", "yarn", "su"])
+def test_longrope_is_refused_however_it_is_spelled(kind: str, scaled: Callable[..., Path]) -> None:
+    """transformers reads "su" and "yarn" of Phi-3 as "longrope"; the message names both, and advice that holds."""
+    path = scaled(kind, 128)
+    origin = "" if kind == "longrope" else rf" \(config.json says {kind}, which transformers reads as longrope\)"
+    with pytest.raises(ExportError, match=rf"has longrope rotary scaling{origin}, .*: --max-positions 128 exports it"):
+        read_source(path)
+    with pytest.raises(ExportError, match=r"--max-positions is 513; give at most 512"):
+        read_source(path, max_positions=513)
+    source = read_source(path, max_positions=128)
+    assert source.architecture.max_positions == 128 and not source.shape.crossed_originals
+    assert source.shape.notes == ("sequences end at 128 tokens of the model's 512: as asked for",)
+
+
+def parity_of(source: SourceModel, tmp_path: Path, *ways: ExportOptions) -> list[float]:
+    """The largest relative error of each export."""
+    errors, store = [], StageStore(tmp_path / "store")
+    for options in ways:
+        with stage_export(source, tmp_path / "out", options, silent, store) as staged:
+            errors.append(max(stage.max_delta / stage.scale for stage in staged.manifest.report.parity.stages))
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_is_exported_up_to_its_original_length(kind: str, scaled: Callable[..., Path], tmp_path: Path) -> None:
+    """With its short factors and its attention factor; "su" also with its original length at the top level only."""
+    path = scaled(kind, 64, short_factor=[1.0 + 0.1 * i for i in range(8)])
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if kind == "su":
+        del config["rope_scaling"]["original_max_position_embeddings"]
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert max(parity_of(read_source(path, max_positions=64), tmp_path, TORCH, ORT, VINO)) < 4e-6
+    # The old advice: no scaling, which is another model.
+    other = config | {"rope_scaling": None, "max_position_embeddings": 64}
+    (tmp_path / "other").mkdir()
+    shutil.copytree(path, tmp_path / "other", dirs_exist_ok=True)
+    (tmp_path / "other" / "config.json").write_text(json.dumps(other), encoding="utf-8")
+    tokens = range(1, 60)
+    expected, found = (source_logits(load_source_model(place), tokens) for place in (path, tmp_path / "other"))
+    assert np.abs(found - expected).max() > expected.std()
+
+
+@pytest.mark.parametrize(("family", "alpha"), [("llama", {}), ("hunyuan_v1_dense", {"alpha": 1000.0, "factor": 1.0})])
+def test_dynamic_scaling_is_exported(family: str, alpha: dict[str, float], tmp_path: Path) -> None:
+    """It changes beyond the model's positions only; Hunyuan's alpha applies at all lengths."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0} | alpha
+    path = make_tiny_source(family, tmp_path / "model", rope_parameters=rope)
+    assert max(parity_of(read_source(path), tmp_path, TORCH, ORT)) < 4e-6
+
+
+def test_forty_positions_are_exported_and_twenty_refused_at_once(tmp_path: Path) -> None:
+    """The check's sequences are as long as the model's."""
+    path = make_tiny_source("llama", tmp_path / "model", max_position_embeddings=40)
+    bundle = export_model(path, tmp_path / "out", ExportOptions("draft", "fp32", "onnxruntime", num_threads=1))
+    assert bundle.manifest.architecture.max_positions == 40
+    events: list[object] = []
+    with pytest.raises(ExportError, match="would end at 20 tokens; the check needs at least 24"):
+        export_model(path, tmp_path / "short", ExportOptions("draft", max_positions=20), events.append)
+    assert not events
+
+
+def test_every_scaling_of_phimoe_depends_on_the_longest_position(tmp_path: Path) -> None:
+    """Its factor for cosines is chosen by the longest position of a step, whatever the type."""
+    path = make_unknown(tmp_path / "phimoe", "phimoe", num_key_value_heads=2, num_local_experts=2)
+    assert read_source(path).architecture.name == "phimoe"
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
+        "short_mscale": 1.0, "long_mscale": 1.2,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        ExportError, match=r"has yarn rotary scaling, which changes for texts beyond the original length of 64"
+    ):
+        read_source(path)
+
+
+def test_scaling_that_is_the_same_for_every_length_is_exported_and_crossed(tmp_path: Path) -> None:
+    """YaRN of a Llama: its frequencies are constant, so its original length is crossed without a difference."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    path = make_tiny_source("llama", tmp_path / "llama", rope_parameters=rope)
+    source = read_source(path)
+    assert source.shape.crossed_originals == (128,)
+    with stage_export(source, tmp_path / "out", TORCH, silent, StageStore(tmp_path / "store")) as staged:
+        stages = staged.manifest.report.parity.stages
+    assert [stage.rows for stage in stages] == [48, 8, 8, 6, 1, 8, 8, 6, 64]
+    assert stages[-2].name == "step after rollback, across the original length of 128"
+    assert stages[-1].name == "batch with a longer sequence"
+    assert max(stage.max_delta / stage.scale for stage in stages) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("original", "longest_crossed", "window", "where"),
+    [
+        (128, 1024, None, "prefill, across the original length of 128"),
+        (400, 0, None, "batch with a longer sequence"),  # as where the original length is too long to run
+        (400, 0, 32, "batch with a longer sequence"),
+    ],
+)
+def test_longrope_that_nobody_knew_of_is_found_by_the_check(
+    original: int,
+    longest_crossed: int,
+    window: int | None,
+    where: str,
+    scaled: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the refusal switched off: a short sequence is computed with the long one's frequencies."""
+    monkeypatch.setattr(config_reader, "_require_steady_rope", lambda *arguments: None)
+    monkeypatch.setattr(source_logits_module, "LONGEST_CHECKED", longest_crossed)
+    source = read_source(scaled("yarn", original, window))
+    store = StageStore(tmp_path / "store")
+    with (
+        pytest.raises(ParityFailure, match=f"parity check failed, {where}:") as failure,
+        stage_export(source, tmp_path / "out", TORCH, silent, store),
+    ):
+        pass
+    assert failure.value.relative_delta > 0.4

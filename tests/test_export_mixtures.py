@@ -41,8 +41,7 @@ COMMON: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("mixtral")
-    return make_unknown(root / "mixtral", "mixtral", **COMMON, **FAMILIES["mixtral"])
+    return make_unknown(tmp_path_factory.mktemp("mixtral") / "mixtral", "mixtral", **COMMON, **FAMILIES["mixtral"])
 
 
 @pytest.fixture(scope="module")

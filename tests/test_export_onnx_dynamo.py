@@ -82,8 +82,7 @@ def put_back(model: Any, onnx_file: Path) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_sources(graph: Callable[[str], Path], source: Callable[[str], Path], family: str) -> None:
     """Windows, soft caps, ALiBi, learned positions, partial rotation: in prefill, steps and after rollbacks."""
-    runtime = OnnxRuntimeSequence(graph(family), OPTIONS)
-    assert worst_delta(runtime, truth_of(load_fp32(source(family)))) < 1e-4
+    assert worst_delta(OnnxRuntimeSequence(graph(family), OPTIONS), truth_of(load_fp32(source(family)))) < 1e-4
 
 
 @pytest.mark.parametrize(("family", "bits"), [("gemma3_text", 8), ("gpt_neox", 4), ("bloom", 8), ("gpt_neo", 4)])

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.agents import nowhere, scripted_client
+from tests.agents import scripted_client
 from tests.commands import screen
 from tests.serving import fake_tokenizer, serve_fake
 
@@ -22,7 +21,6 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
-from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
@@ -42,7 +40,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.models.client.client import VerifierClient, verifier_url
 from outrider.models.errors import CloudError, ConfigError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.process.machine_load import Counters, MachineLoad, read_counters
+from outrider.models.process.machine_load import MachineLoad, read_counters
 
 
 def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> GenerationResult:
@@ -176,8 +174,7 @@ def test_modes_are_measured_in_turn() -> None:
     found = compare([result(tokens_per_s=rate) for rate in (80.0, 120.0)], [result(tokens_per_s=40.0)] * 2)
     assert log == ["alone", "drafted", "drafted", "alone"] and rounds == [1, 2]
     assert found.ratios == pytest.approx((2.0, 3.0)) and found.is_same and set(found.typical) == {CLOUD_ONLY, DRAFTED}
-    burst = result(arrival_s=(0.1,) * 40)
-    refused = compare([result(), burst], [result(), result()])
+    refused = compare([result(), result(arrival_s=(0.1,) * 40)], [result(), result()])
     assert refused.ratio is None and refused.why_not == "the text came in one burst"
 
 
@@ -195,22 +192,6 @@ def test_a_server_on_this_machine_is_not_somebody_else() -> None:
     with plain:
         pass
     assert plain.warning() is None  # too short to be judged
-
-
-def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the counters give to others is less by what the servers used meanwhile; never below nothing."""
-    load = MachineLoad([1])
-    readings = iter(
-        Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=spent_s, processors=frozenset({0}))
-        for clock_s, busy_s, spent_s in ((0.0, 0.0, 5.0), (10.0, 4.0, 8.0), (10.0, 4.0, 8.0), (20.0, 4.5, 9.0))
-    )
-    monkeypatch.setattr("outrider.models.process.machine_load.read_counters", lambda beside: next(readings))
-    with load:
-        pass
-    assert load.other_share == pytest.approx(0.1)  # 4 s were busy, 3 of them the server's, in 10
-    with load:
-        pass
-    assert load.other_share == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(
@@ -240,19 +221,6 @@ def test_what_is_no_address_is_refused(wrong: str) -> None:
         verifier_url(wrong)
 
 
-async def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
-    """At once, once, and again when it is given up."""
-    url, reported = nowhere(), list[str]()
-
-    question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
-    with pytest.raises(CloudError) as given_up:
-        retry = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
-        endpoints = Endpoints([VerifierClient(url)], retry, on_trouble=reported.append)
-        await endpoints.call(lambda client: client.ready())
-    assert reported == [f"{question} Trying again."]
-    assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
-
-
 async def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     """A server that answers with an error is there."""
     reported: list[str] = []
@@ -278,10 +246,9 @@ def test_a_message_begins_on_a_line_of_its_own() -> None:
 def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an empty file on standard input gives it."""
 
-    def export(choice: DraftChoice) -> Path:
-        pytest.fail("an export was started")
-
-    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", export)
+    monkeypatch.setattr(
+        "outrider.edge.cli.draft_source.default_draft", lambda choice: pytest.fail("an export was started")
+    )
     with pytest.raises(ConfigError, match="the prompt is empty"):
         run_once(RunOptions(""), screen()[0], screen()[0])
 

@@ -61,8 +61,7 @@ def chosen(captured: list[int], num_sequences: int, chance_of: int) -> int:
     tree = TreeDraft(0, 0, list(range(5, 13)), [ROOT, *range(7)], [chance_of] * 8)
     for drafts in everyone:
         drafting.merge_tree(drafts, tree, 0.0)
-    found = drafting.choose(everyone, 500, StepSize(num_sequences, 0), 0.0)
-    return sum(len(each.tokens) for each in found.values())
+    return sum(len(each.tokens) for each in drafting.choose(everyone, 500, StepSize(num_sequences, 0), 0.0).values())
 
 
 def test_a_step_is_filled_to_its_captured_size() -> None:

@@ -229,6 +229,5 @@ def test_the_hubs_refusals_are_told_apart(hub: tuple[str, list[tuple[str, str | 
 def test_a_saved_login_is_used(hub: tuple[str, list[tuple[str, str | None]]], tmp_path: Path) -> None:
     """The file that `hf auth login` writes."""
     tmp_path.joinpath("token").write_text(TOKEN)
-    found = resolve_in_process(tmp_path, hub[0], "org/gated")
-    assert found["org/gated"][:2] == ["org/gated", SHA]
+    assert resolve_in_process(tmp_path, hub[0], "org/gated")["org/gated"][:2] == ["org/gated", SHA]
     assert {token for _, token in hub[1]} == {f"Bearer {TOKEN}"}

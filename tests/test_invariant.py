@@ -2,6 +2,7 @@
 
 With the fake language texts are bitwise equal whatever the shapes of the batches. With the reference pair, on the
 runtimes that users run, a near-tie in float32 may explain a difference. The full run is `python -m bench.invariant`.
+What a model is tried with for `--exact bitwise` is tested over that language, too: exact, then broken.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 
 NUM_WORKERS = 3
 NUM_TEXTS = {Policy.AUTO: 6, Policy.VERIFY: 3}
@@ -207,8 +209,7 @@ def test_the_verifiers_own_lookup_gives_the_targets_own_text(drafters: list[Draf
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
     """On OpenVINO, cloud in its own process: a near-tie in float32 explains every difference."""
     with open_lab(reference_pair.target, reference_pair.draft, cloud_options=(*ALIKE, "--recent")) as lab:
-        options = argparse.Namespace(prompts=2, max_tokens=16, workers=2)
-        counts = measure(lab, options, Console(quiet=True))
+        counts = measure(lab, argparse.Namespace(prompts=2, max_tokens=16, workers=2), Console(quiet=True))
     cells = [count for by_mode in counts.values() for count in by_mode.values()]
     assert len(cells) == len(SAMPLINGS) * len(MODES)
     assert all(count.num_texts == 2 and count.num_tokens > 0 for count in cells)
@@ -273,3 +274,26 @@ def test_a_near_tie_explains_a_difference() -> None:
     request = GenerationRequest(prompt=(1, 2), max_tokens=3)
     difference = first_difference(TwoEqual(vocab_size=8), request, (3, 3, 3), (3, 4, 3))
     assert difference is not None and difference.is_near_tie and difference.index == 1
+
+
+VOCAB = 64
+BROKEN: dict[str, Callable[[Sequence[SequenceSlice]], bool]] = {
+    "in one step with all before": lambda batch: len(batch[0].tokens) > 32,
+    "beside another text": lambda batch: len(batch) > 1 and batch[1].mask is None and batch[0].mask is None,
+    "in a tree": lambda batch: batch[0].mask is not None,
+}
+
+
+@pytest.mark.parametrize("name", [None, *BROKEN])
+def test_rows_that_depend_on_their_company_are_found(name: str | None) -> None:
+    """By the last bit of one logit."""
+    runtime = FakeBatchRuntime(vocab_size=VOCAB, block_size=16, num_blocks=blocks_needed(40, 16))
+
+    def forward(batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        rows = runtime.forward(batch)
+        if name is not None and BROKEN[name](batch):
+            rows[:, 3] = np.nextafter(rows[:, 3], np.float32(9.0))
+        return rows
+
+    assert other_rows(forward, VOCAB, 16, before=40, has_trees=True) == name
+    assert other_rows(forward, VOCAB, 16, before=40, has_trees=False) == (None if name == "in a tree" else name)

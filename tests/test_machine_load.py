@@ -40,66 +40,50 @@ def counters(
     return Counters(clock_s, busy_s, stolen_s, own_s, frozenset(processors))
 
 
-def test_what_this_process_uses_is_no_disturbance(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_between(monkeypatch, counters(5, (10, 10), own_s=3), counters(7, (12, 12), own_s=7))
-    assert load.other_share == 0.0
-    assert load.warning() is None
+BEGIN = counters(0, (0, 0), own_s=0)
+BUSY = "This machine was busy: {} % of its processors while times were measured. Measure again when it is idle."
+READINGS: dict[str, tuple[tuple[Counters, ...], float, str | None]] = {
+    "what this process uses": ((counters(5, (10, 10), own_s=3), counters(7, (12, 12), own_s=7)), 0.0, None),
+    "other processes": (
+        (counters(5, (10, 10), own_s=3), counters(7, (12, 11.48), own_s=4)),
+        0.62,
+        BUSY.format("other processes used 62"),
+    ),
+    "a little of others": ((BEGIN, counters(10, (5, 3), own_s=5.2)), 0.14, None),
+    "what the host gave to others": (  # Linux counts steal in neither user nor system
+        (BEGIN, counters(10, (6, 0), own_s=6, stolen_s=(3.0, 1.0))),
+        0.2,
+        BUSY.format("other virtual machines on its host used 20"),
+    ),
+    "processors that nothing of ours may use": (
+        (counters(0, (0, 0), own_s=0, processors=(0,)), counters(2, (2, 2), own_s=2, processors=(0,))),
+        0.0,
+        None,
+    ),
+    "two measurements": (
+        (BEGIN, counters(1, (1, 1), own_s=0), counters(5, (5, 5), own_s=0), counters(8, (5, 5), own_s=0)),
+        0.25,
+        BUSY.format("other processes used 25"),
+    ),
+    "too short for the counters": ((BEGIN, counters(0.05, (0.05, 0.05), own_s=0)), 1.0, None),
+    # Of 0.1 s on two processors one tick each is 16 %.
+    "ticks of the counters": ((BEGIN, counters(0.1, (0.03, 0.02), own_s=0)), 0.25, None),
+    "a processor that is busy throughout": (
+        (BEGIN, counters(0.1, (0.1, 0.0), own_s=0)),
+        0.5,
+        BUSY.format("other processes used 50"),
+    ),
+}
 
 
-def test_other_processes_are_reported_with_their_share_and_one_piece_of_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_between(monkeypatch, counters(5, (10, 10), own_s=3), counters(7, (12, 11.48), own_s=4))
-    assert load.other_share == pytest.approx(0.62)
-    assert load.warning() == (
-        "This machine was busy: other processes used 62 % of its processors while times were measured. "
-        "Measure again when it is idle."
-    )
-
-
-def test_a_little_of_others_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(10, (5, 3), own_s=5.2))
-    assert load.other_share == pytest.approx(0.14)
-    assert load.warning() is None
-
-
-def test_time_that_the_host_gave_to_other_virtual_machines_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux counts steal in neither user nor system."""
-    load = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(10, (6, 0), own_s=6, stolen_s=(3.0, 1.0)))
-    assert load.other_share == pytest.approx(0.2)
-    said = load.warning()
-    assert said is not None and "other virtual machines on its host used 20" in said
-
-
-def test_processors_that_nothing_of_ours_may_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_between(
-        monkeypatch,
-        counters(0, (0, 0), own_s=0, processors=(0,)),
-        counters(2, (2, 2), own_s=2, processors=(0,)),
-    )
-    assert load.other_share == 0.0
-
-
-def test_measurements_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_between(
-        monkeypatch,
-        counters(0, (0, 0), own_s=0),
-        counters(1, (1, 1), own_s=0),
-        counters(5, (5, 5), own_s=0),
-        counters(8, (5, 5), own_s=0),
-    )
-    assert load.other_share == pytest.approx(0.25)
-
-
-def test_a_measurement_too_short_for_the_counters_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(0.05, (0.05, 0.05), own_s=0))
-    assert load.warning() is None
-
-
-def test_a_short_measurement_allows_for_the_ticks_of_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 0.1 s on two processors one tick each is 16 %: no warning; a processor that is busy throughout is one."""
-    ticks = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(0.1, (0.03, 0.02), own_s=0))
-    assert ticks.other_share == pytest.approx(0.25) and ticks.warning() is None
-    busy = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(0.1, (0.1, 0.0), own_s=0))
-    assert busy.warning() is not None
+@pytest.mark.parametrize(("readings", "share", "warning"), READINGS.values(), ids=READINGS)
+def test_others_are_reported_with_their_share_and_one_piece_of_advice(
+    monkeypatch: pytest.MonkeyPatch, readings: tuple[Counters, ...], share: float, warning: str | None
+) -> None:
+    """Where they took more than a little, and enough was measured."""
+    load = load_between(monkeypatch, *readings)
+    assert load.other_share == pytest.approx(share)
+    assert load.warning() == warning
 
 
 def test_a_short_measurement_can_be_lengthened() -> None:
@@ -124,8 +108,7 @@ def test_a_child_is_ours_while_it_runs_and_after() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "\n"
+        assert child.stdout is not None and child.stdout.readline() == "\n"
         assert read_counters().own_s - before >= 0.15
         child.communicate("\n")
     if sys.platform != "win32":

@@ -179,8 +179,7 @@ def test_another_text_is_read_from_its_own_place() -> None:
     for length in (260, 200, 60):
         sequence.truncate(4)
         sequence.extend(ids[100 : 100 + length])
-        num_tokens = placed(MAPS["gpt2"], [*ids[:4], *ids[100 : 100 + length]]).cut.length
-        assert runtime.length >= min(num_tokens, 256 // 8)
+        assert runtime.length >= min(placed(MAPS["gpt2"], [*ids[:4], *ids[100 : 100 + length]]).cut.length, 256 // 8)
 
 
 @pytest.mark.parametrize("max_branches", [1, 8])
@@ -203,8 +202,7 @@ def test_a_long_text_is_seldom_read_again(max_branches: int) -> None:
             sequence.truncate(start + 1)
         else:
             sequence.extend_branches([ids[start + 1 : start + 9]])
-    num_tokens = placed(MAPS["gpt2"], ids).cut.length
-    assert sum(size > 100 for size in asked) <= 2 * num_tokens // 128 + 2
+    assert sum(size > 100 for size in asked) <= 2 * placed(MAPS["gpt2"], ids).cut.length // 128 + 2
 
 
 def test_texts_of_one_model_run_together() -> None:
@@ -220,8 +218,7 @@ def test_texts_of_one_model_run_together() -> None:
     asked.clear()
     rows = one.extend_branches_of([(one, [ids[4:6], ids[4:7]]), (other, [ids[6:7]])])
     assert max(asked) > 2 and np.array_equal(rows[1], rows[2])
-    alone = MappedSequence(fake("pieces", 1), MAPS["pieces"])
-    assert not isinstance(alone, ShareableRuntime)
+    assert not isinstance(MappedSequence(fake("pieces", 1), MAPS["pieces"]), ShareableRuntime)
     other.close()
     one.close()
     assert runtime.is_closed

@@ -324,6 +324,5 @@ def test_an_original_length_is_crossed_by_single_steps(tokenizer: Tokenizer, tmp
     parity = check_parity(Exact(), kept, "fp32", "Exact")
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[4].name == "prefill, across the original length of 90"
-    short = make_reference(tokenizer, source, 80, (), [90])
-    assert len(check_parity(Exact(80), short, "fp32", "Short").stages) == 4
+    assert len(check_parity(Exact(80), make_reference(tokenizer, source, 80, (), [90]), "fp32", "Short").stages) == 4
     assert not make_reference(tokenizer, source, 65536, (), [32768]).beyond

@@ -63,8 +63,7 @@ def test_readme_shows_what_run_prints() -> None:
     result = GenerationResult(
         *(Mode.STREAM, (1,) * 40, (Source.TARGET,) * 40, tuple(0.1 * i for i in range(40)), "length", 4, 4, 5, 5)
     )
-    comparison = Comparison(3, (2.0, 2.1, 2.2), None, {}, True, None)
-    for line in (summary_lines(result)[0], comparison.sentence("stream")):
+    for line in (summary_lines(result)[0], Comparison(3, (2.0, 2.1, 2.2), None, {}, True, None).sentence("stream")):
         words = re.split(r"\d[\d.]*", line.partition(" tokens per target pass")[0])
         assert re.search(r"\d[\d.]*".join(map(re.escape, words[:-1])), readme), line
 

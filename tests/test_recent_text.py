@@ -40,8 +40,7 @@ def test_an_earlier_text_is_followed_position_by_position() -> None:
 
 def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
     """Each node has the kind of the agreement before it."""
-    committed = list(range(3))
-    tokens, kinds = RecentTextSource(range(40), committed, is_repeat=False).propose(20)
+    tokens, kinds = RecentTextSource(range(40), [0, 1, 2], is_repeat=False).propose(20)
     assert tokens == list(range(3, 23))
     assert kinds == [kind_after(run) for run in range(3, 23)]
     assert kinds == sorted(kinds) and set(kinds) == set(EARLIER_KINDS)
@@ -182,8 +181,7 @@ def test_no_earlier_text_changes_the_output(data: st.DataObject) -> None:
             harness.engine.draft(number, base, [guess])
         elif kind == "tree" and guess:
             parents = [-1, *range(sent, sent + len(guess) - 1)]
-            levels = [len(CHANCES) - 1] * len(guess)
-            harness.engine.draft_tree(number, TreeDraft(base, sent, guess, parents, levels))
+            harness.engine.draft_tree(number, TreeDraft(base, sent, guess, parents, [len(CHANCES) - 1] * len(guess)))
             sent += len(guess)
         harness.step()
     assert collector.tokens == text

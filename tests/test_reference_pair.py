@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,9 @@ from training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
 HERE = Path(reference.__file__).parent
 
 
-def stored(name: str) -> object:
+def stored(name: str) -> Any:
     """One of the JSON files beside the pair."""
-    value: object = json.loads((HERE / name).read_text(encoding="utf-8"))
-    return value
+    return json.loads((HERE / name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +45,20 @@ def test_sizes_are_within_their_bounds() -> None:
     """The target is at most 40 MB, the draft at most 4 MB, and the target has ten times the draft's parameters."""
     assert (reference.target_dir() / "model.safetensors").stat().st_size <= 40_000_000
     assert (reference.draft_dir() / "model.safetensors").stat().st_size <= 4_000_000
-    metrics = stored("metrics.json")
-    assert isinstance(metrics, dict)
-    assert metrics["parameters"]["target"] >= 10 * metrics["parameters"]["draft"]
+    parameters = stored("metrics.json")["parameters"]
+    assert parameters["target"] >= 10 * parameters["draft"]
 
 
 def test_stored_metrics_hold_the_promises_of_the_pair() -> None:
     """Held-out perplexity is under 20 and two thirds of the tested tokens are accepted at temperature 0.8."""
     metrics = stored("metrics.json")
-    assert isinstance(metrics, dict)
     assert metrics["heldout"]["target"]["perplexity"] < 20.0
     assert {row["temperature"]: row["in_chain"] for row in metrics["acceptance"]}[0.8] >= 0.66
 
 
 def test_acceptance_holds_up_on_long_contexts() -> None:
     """After up to 900 tokens, 0.55 of the tested tokens are accepted at temperature 0.8, and 0.66 of greedy ones."""
-    metrics = stored("metrics.json")
-    assert isinstance(metrics, dict)
-    rows = metrics["acceptance_by_context"]
+    rows = stored("metrics.json")["acceptance_by_context"]
     assert [(row["temperature"], row["context"]) for row in rows] == [
         (temperature, context) for temperature in (0.0, 0.8) for context in (100, 300, 600, 900)
     ]
@@ -87,7 +83,7 @@ def test_the_tokenizer_gives_back_every_byte(tokenizer: Tokenizer) -> None:
 
 def test_prompts_are_many_distinct_and_from_heldout_files(tokenizer: Tokenizer) -> None:
     """At least 240 prompts of 30 to 120 tokens, none twice, each found in its held-out file at its line."""
-    texts = {entry["path"]: entry["text"] for entry in stored("heldout.json")}  # type: ignore[attr-defined]
+    texts = {entry["path"]: entry["text"] for entry in stored("heldout.json")}
     prompts = reference.load_prompts()
     assert len(prompts) >= 240
     assert len({prompt.text for prompt in prompts}) == len(prompts)
@@ -108,8 +104,7 @@ def test_the_split_is_deterministic_and_disjoint() -> None:
     """Whole files are held out, the same ones in any order of reading, and none is in both halves."""
     files = [SourceFile(f"m{index}.py", "x = 1\n" * (1500 + index)) for index in range(40)]
     corpus = split(files, num_heldout=5)
-    again = split(files[::-1], num_heldout=5)
-    assert {file.path for file in corpus.heldout} == {file.path for file in again.heldout}
+    assert {file.path for file in corpus.heldout} == {file.path for file in split(files[::-1], num_heldout=5).heldout}
     assert len(corpus.heldout) == 5
     assert not {file.path for file in corpus.heldout} & {file.path for file in corpus.train}
     assert len(corpus.train) + len(corpus.heldout) == 40
@@ -119,10 +114,9 @@ def test_the_library_gives_the_stored_heldout_files() -> None:
     """Reading and splitting this Python's library holds out files of which none is trained on."""
     corpus = load_corpus()
     assert not {file.path for file in corpus.heldout} & {file.path for file in corpus.train}
-    training = stored("training.json")
-    assert isinstance(training, dict)
-    if platform.python_version() == training["corpus"]["python"]:
-        assert [file.path for file in corpus.heldout] == training["corpus"]["heldout"]
+    trained = stored("training.json")["corpus"]
+    if platform.python_version() == trained["python"]:
+        assert [file.path for file in corpus.heldout] == trained["heldout"]
 
 
 def test_tests_and_tables_are_not_trained_on() -> None:
@@ -145,8 +139,7 @@ def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
 
 def test_the_card_shows_the_stored_numbers() -> None:
     """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
-    card = pytest.importorskip("training.card")
-    rendered = card.render(stored("metrics.json"), stored("training.json"))
+    rendered = pytest.importorskip("training.card").render(stored("metrics.json"), stored("training.json"))
     assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
 
 
@@ -231,7 +224,6 @@ def test_the_long_stage_continues_a_stored_pair(tmp_path: Path) -> None:
     nothing = np.zeros(1, dtype=np.uint16)
     record = training_record.collect(tmp_path, load_corpus(), (nothing, nothing), work.recipe, ["shared"])
     before = stored("training.json")
-    assert isinstance(before, dict)
     assert record["stages"][:-2] == before["stages"] and record["notes"] == [*before["notes"], "shared"]
     assert "16 rows of 192, 12 rows of 512 and 10 rows of 1,024 tokens" in record["stages"][-2]
     assert (

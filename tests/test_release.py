@@ -61,8 +61,7 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     (tmp_path / "a.whl").write_bytes(b"wheel")
     release.write_checksums(tmp_path)
     release.write_checksums(tmp_path)
-    text = (tmp_path / release.CHECKSUMS).read_text()
-    assert text == f"{hashlib.sha256(b'wheel').hexdigest()}  a.whl\n"
+    assert (tmp_path / release.CHECKSUMS).read_text() == f"{hashlib.sha256(b'wheel').hexdigest()}  a.whl\n"
 
 
 def install(site: Path, name: str, version: str) -> None:

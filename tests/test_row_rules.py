@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -201,8 +202,7 @@ def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
 
 def test_the_coin_is_pinned_to_the_bit() -> None:
     """A second stream: other implementations must toss the same."""
-    found = [coin(seed, position) for seed, position in ((0, 0), (7, 0), (7, 1), (2**63 - 1, 4095))]
-    assert found == GOLDEN_COINS
+    assert [coin(seed, position) for seed, position in ((0, 0), (7, 0), (7, 1), (2**63 - 1, 4095))] == GOLDEN_COINS
 
 
 GOLDEN_COINS = [0.29721999892903184, 0.9349542191484321, 0.36766740234160067, 0.021071590597618095]
@@ -255,9 +255,8 @@ def test_the_first_candidate_is_the_pick(seed: int, temperature: float, top_k: i
         ("xtc_threshold", lambda: ProcessorOptions(xtc_threshold=-0.1)),
     ],
 )
-def test_what_is_out_of_range_is_refused_by_name(name: str, make: object) -> None:
+def test_what_is_out_of_range_is_refused_by_name(name: str, make: Callable[[], object]) -> None:
     """NaN included."""
-    assert callable(make)
     with pytest.raises(SamplingError, match=rf"^{name} "):
         make()
 

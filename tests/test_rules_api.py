@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,19 +159,50 @@ def test_tolerance_is_calibrated_on_the_way() -> None:
     assert all(each.is_lossy for each in results)
 
 
-def test_tolerance_is_refused_unless_the_server_allows_it() -> None:
-    item = {"prefix": [1, 2], "rule": "tolerance"}
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        verified = client.post("/v1/verify", json={"items": [item]})
-        assert (verified.status_code, verified.json()["error"]["code"]) == (403, "tolerance_not_allowed")
+@pytest.fixture(scope="module")
+def tolerant() -> Iterator[httpx.Client]:
+    """A client of a server that allows tolerance."""
+    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url, timeout=30.0) as opened:
+        yield opened
 
 
-@pytest.mark.parametrize("fields", [{"rule": "rejection"}, {"rule": "tolerance", "delta": 2.0, "acceptance": 0.7}])
-def test_a_session_is_of_no_rule_that_judges_by_probabilities(fields: dict[str, Any]) -> None:
-    """Whatever else an older device sends with it: never another rule in silence."""
-    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
-        answer = client.post("/v1/sessions", json={"prompt": [1, 2], "max_tokens": 4, **fields})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_rule")
+def test_tolerance_is_refused_unless_the_server_allows_it(client: httpx.Client) -> None:
+    verified = client.post("/v1/verify", json={"items": [{"prefix": [1, 2], "rule": "tolerance"}]})
+    assert (verified.status_code, verified.json()["error"]["code"]) == (403, "tolerance_not_allowed")
+
+
+def judged(**fields: Any) -> dict[str, Any]:
+    """An item of a drafted token."""
+    return {"items": [{"prefix": [1, 2], "draft": [1], **fields}]}
+
+
+def tolerated(log_q: float, delta: float) -> dict[str, Any]:
+    return judged(rule="tolerance", draft_log_q=[log_q], delta=delta)
+
+
+NO_NUMBER = ("invalid_parameter", "malformed_json")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "codes"),
+    [
+        # A session is of no rule that judges by probabilities, whatever else an older device sends with it.
+        ("sessions", {"prompt": [1, 2], "rule": "rejection"}, ["unsupported_rule"]),
+        ("sessions", {"prompt": [1], "rule": "tolerance", "delta": 2.0, "acceptance": 0.7}, ["unsupported_rule"]),
+        ("verify", judged(rule="rejection", draft_q=[[1, math.nan]], temperature=1), NO_NUMBER),
+        ("verify", tolerated(math.nan, 1), NO_NUMBER),
+        ("verify", tolerated(-0.1, math.nan), NO_NUMBER),
+        ("verify", tolerated(0.5, 1), NO_NUMBER),
+        ("verify", tolerated(-math.inf, 1), NO_NUMBER),
+        ("verify", tolerated(-1, 31), NO_NUMBER),
+    ],
+)
+def test_what_a_rule_cannot_judge_is_refused_by_name(
+    tolerant: httpx.Client, path: str, body: dict[str, Any], codes: Sequence[str]
+) -> None:
+    """Never another rule in silence."""
+    answer = tolerant.post(f"/v1/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] in codes
 
 
 def test_every_result_says_that_tolerance_is_lossy() -> None:
@@ -184,12 +217,9 @@ def test_every_result_says_that_tolerance_is_lossy() -> None:
         assert not {"rule", "lossy", "tested"} & set(bare)
 
 
-def test_a_session_may_be_greedy() -> None:
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        events = run_session(
-            client, {"prompt": [1, 2], "max_tokens": 6, "rule": "greedy", "temperature": 0.9, "ignore_eos": True}
-        )
-    assert events.tokens == target_tokens([1, 2], 6)
+def test_a_session_may_be_greedy(client: httpx.Client) -> None:
+    greedy = {"prompt": [1, 2], "max_tokens": 6, "rule": "greedy", "temperature": 0.9, "ignore_eos": True}
+    assert run_session(client, greedy).tokens == target_tokens([1, 2], 6)
 
 
 HALF = WHOLE // 2
@@ -209,55 +239,35 @@ CODES = {"invalid_parameter", "wrong_evidence", "token_out_of_range"}
 
 
 @pytest.mark.parametrize("name", BAD_Q)
-def test_a_distribution_that_is_none_is_refused_by_name(name: str) -> None:
+def test_a_distribution_that_is_none_is_refused_by_name(client: httpx.Client, name: str) -> None:
     """And its neighbour is verified."""
     item = {"prefix": [1, 2], "draft": [1], "rule": "rejection", "draft_q": BAD_Q[name], "temperature": 1.0}
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        good, bad = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}, item]}).json()["results"]
-        assert "error" not in good and bad["error"]["code"] in CODES
-
-
-def nan_bodies() -> list[str]:
-    item = '{"items": [{"prefix": [1, 2], "draft": [1], "rule": "tolerance", "draft_log_q": [%s], "delta": %s}]}'
-    drawn = (
-        '{"items": [{"prefix": [1, 2], "draft": [1], "rule": "rejection", "draft_q": [[1, NaN]], "temperature": 1}]}'
-    )
-    return [drawn] + [
-        item % values for values in (("NaN", "1"), ("-0.1", "NaN"), ("0.5", "1"), ("-Infinity", "1"), ("-1", "31"))
-    ]
-
-
-@pytest.mark.parametrize("body", nan_bodies())
-def test_a_log_probability_that_is_none_is_refused_by_name(body: str) -> None:
-    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
-        answer = client.post("/v1/verify", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400 and answer.json()["error"]["code"] in ("invalid_parameter", "malformed_json")
+    good, bad = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}, item]}).json()["results"]
+    assert "error" not in good and bad["error"]["code"] in CODES
 
 
 @pytest.mark.parametrize("fields", [{"delta": 1.0}, {"rule": "rejection", "delta": 1.0}, {"rule": "lenient"}])
-def test_parameters_of_another_rule_are_refused_by_name(fields: dict[str, Any]) -> None:
-    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
-        answer = client.post("/v1/verify", json={"items": [{"prefix": [1], **fields}]})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] in {f"items.0.{name}" for name in (*fields, "rule")} | {"delta"}
+def test_parameters_of_another_rule_are_refused_by_name(tolerant: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = tolerant.post("/v1/verify", json={"items": [{"prefix": [1], **fields}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in {f"items.0.{name}" for name in (*fields, "rule")} | {"delta"}
 
 
-def test_what_a_client_sends_changes_its_own_text_only() -> None:
+def test_what_a_client_sends_changes_its_own_text_only(tolerant: httpx.Client) -> None:
     """A coupled session beside one whose every draft is forced by delta 30."""
-    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url, timeout=30.0) as client:
-        lossy = {
-            "prefix": [1, 2],
-            "draft": [9] * 32,
-            "draft_log_q": [-30.0] * 32,
-            "rule": "tolerance",
-            "delta": 30.0,
-            "temperature": 0.8,
-            "ignore_eos": True,
-        }
-        plain = {"prefix": [1, 2], "temperature": 0.8, "seed": 3, "ignore_eos": True}
-        results = client.post("/v1/verify", json={"items": [lossy, plain, lossy, plain]}).json()["results"]
-    params = SamplingParams(temperature=0.8, seed=3)
-    assert results[1]["tokens"] == results[3]["tokens"] == target_tokens([1, 2], 1, params)
+    lossy = {
+        "prefix": [1, 2],
+        "draft": [9] * 32,
+        "draft_log_q": [-30.0] * 32,
+        "rule": "tolerance",
+        "delta": 30.0,
+        "temperature": 0.8,
+        "ignore_eos": True,
+    }
+    plain = {"prefix": [1, 2], "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    results = tolerant.post("/v1/verify", json={"items": [lossy, plain, lossy, plain]}).json()["results"]
+    alone = target_tokens([1, 2], 1, SamplingParams(temperature=0.8, seed=3))
+    assert results[1]["tokens"] == results[3]["tokens"] == alone
     assert results[0]["tokens"][:8] == [9] * 8
 
 

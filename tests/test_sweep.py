@@ -90,26 +90,35 @@ def test_the_prediction_decides_not_the_size(like: Manifest) -> None:
     assert f"{best.tokens_per_s[0]:.1f} tokens/s" in found.reason and "25 ms" in found.reason
 
 
-def test_where_drafting_is_slow_the_quicker_precision_wins(like: Manifest) -> None:
-    """The same acceptances, a device ten times as slow."""
+@pytest.mark.parametrize(
+    ("figures", "round_trips_ms", "recommended", "reasons"),
+    [
+        # The same acceptances, a device ten times as slow: the quicker precision wins.
+        ({"int8": (0.75, 18.0, 100), "int4": (0.7, 7.0, 50)}, [10.0], "int4", ("no other is within 2%",)),
+        # Within 2 % of the highest the smallest is taken, whatever the order.
+        (
+            {"fp32": (0.751, 1.0, 400), "int8": (0.75, 1.0, 100)},
+            [25.0, 50.0],
+            "int8",
+            ("smallest of 2 within 2%", "round trips of 25 and 50 ms"),
+        ),
+    ],
+)
+def test_the_recommended_draft_and_why(
+    like: Manifest,
+    figures: dict[str, tuple[float, float, int]],
+    round_trips_ms: list[float],
+    recommended: str,
+    reasons: tuple[str, ...],
+) -> None:
+    """figures: acceptance, ms a token and size of each precision."""
     drafts = [
-        candidate(like, "int8", rate=0.75, draft_ms=18.0, size=100),
-        candidate(like, "int4", rate=0.70, draft_ms=7.0, size=50),
-    ]
-    found = compare(drafts, [10.0])
-    assert found is not None and found.recommended == "openvino int4" and "no other is within 2%" in found.reason
-
-
-def test_equally_good_drafts_are_told_apart_by_size(like: Manifest) -> None:
-    """Within 2 % of the highest the smallest is taken, whatever the order."""
-    drafts = [
-        candidate(like, "fp32", rate=0.751, draft_ms=1.0, size=400),
-        candidate(like, "int8", rate=0.75, draft_ms=1.0, size=100),
+        candidate(like, precision, rate=rate, draft_ms=draft_ms, size=size)
+        for precision, (rate, draft_ms, size) in figures.items()
     ]
     for order in (drafts, drafts[::-1]):
-        found = compare(order, [25.0, 50.0])
-        assert found is not None and found.recommended == "openvino int8"
-        assert "smallest of 2 within 2%" in found.reason and "round trips of 25 and 50 ms" in found.reason
+        found = compare(order, round_trips_ms)
+        assert found.recommended == f"openvino {recommended}" and all(each in found.reason for each in reasons)
 
 
 def test_a_draft_that_would_be_refused_is_not_recommended(like: Manifest) -> None:
@@ -201,14 +210,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", directory, vocab_size=320)
 
 
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model with the same tokenizer."""
-    directory = tmp_path_factory.mktemp("sources") / "stranger"
-    make_tiny_tokenizer(directory)
-    return make_tiny_model("llama", directory, vocab_size=320, seed=5)
-
-
 TARGET = ExportOptions("target", "fp32", "torch", num_threads=1)
 """The quickest to make."""
 
@@ -285,14 +286,6 @@ def test_where_nothing_can_be_made_every_reason_is_told(
             tmp_path / "out",
             options=PairOptions(ExportOptions("draft", "int4", "onnxruntime"), TARGET),
         )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_sweep_of_drafts_that_do_not_agree_is_refused(stranger: Path, model: Path, tmp_path: Path) -> None:
-    """With the best of their figures; nothing is written, also nothing of what would have been kept."""
-    drafts = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
-    with pytest.raises(ExportError, match=r"onnxruntime fp32, the best of 1\).*expected at least 0\.3"):
-        sweep_pair(stranger, model, tmp_path / "out", options=PairOptions(drafts, TARGET), keeps_all=True)
     assert not (tmp_path / "out").exists()
 
 
