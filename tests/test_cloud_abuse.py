@@ -179,8 +179,7 @@ def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, ma
 def test_a_prompt_of_short_ids_is_taken_up_to_a_bound() -> None:
     """A body full of digits is refused before it is read."""
     first, last = b'{"max_tokens":1,"prompt":[', b"5]}"
-    body = first + b"5," * (MAX_JSON_COMMAS - 1) + last
-    assert parse(SessionRequest, body).prompt == [5] * MAX_JSON_COMMAS
+    assert parse(SessionRequest, first + b"5," * (MAX_JSON_COMMAS - 1) + last).prompt == [5] * MAX_JSON_COMMAS
     with pytest.raises(RequestError, match="the body has more than 240000 commas between elements; send less"):
         parse(SessionRequest, first + b"5," * MAX_JSON_COMMAS + last)
     assert len(load(b"[" + b"12345," * MAX_JSON_COMMAS * 2 + b"1]")) == 2 * MAX_JSON_COMMAS + 1  # of a longer body

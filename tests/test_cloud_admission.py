@@ -190,9 +190,8 @@ def test_a_key_over_its_tokens_gets_429_with_the_true_wait() -> None:
 
 async def test_slots_of_an_owner_may_be_fewer_or_more() -> None:
     """An owner's own limit holds for taking and for waiting."""
-    limits = {b"few": 1, b"many": 3}
 
-    slots = Slots(2, limits.get)
+    slots = Slots(2, {b"few": 1, b"many": 3}.get)
     slots.take(b"many", 3)
     slots.take(b"other", 2)
     slots.take(b"few")

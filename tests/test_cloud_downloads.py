@@ -285,8 +285,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
             refused = httpx.get(server.url + WEIGHTS)
             assert code_of(refused) == (status, "too_many_downloads")
             assert int(refused.headers["retry-after"]) >= 1
-            tokenizer = httpx.get(server.url + "/v1/tokenizer/tokenizer.json")
-            assert code_of(tokenizer) == (status, "too_many_downloads")
+            assert code_of(httpx.get(server.url + "/v1/tokenizer/tokenizer.json")) == (status, "too_many_downloads")
             assert httpx.get(server.url + "/v1/drafts").status_code == 200
             assert httpx.head(server.url + WEIGHTS).status_code == 200
         finally:

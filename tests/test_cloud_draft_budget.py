@@ -76,8 +76,7 @@ def test_bytes_of_a_tree_count_for_more() -> None:
 def test_sessions_of_one_owner_share_a_budget() -> None:
     """A message that the owner's bucket refuses takes nothing from the session's."""
     clock = Clock()
-    limits = DraftLimits(session_per_s=0.0, session_burst=2.0, owner_per_s=1.0, owner_burst=3.0)
-    budget = DraftBudget(limits, clock)
+    budget = DraftBudget(DraftLimits(session_per_s=0.0, session_burst=2.0, owner_per_s=1.0, owner_burst=3.0), clock)
     assert [budget.spend(name, b"x") for name in "abcd"] == [None, None, None, "owner"]
     assert budget.spend("e", b"y") is None
     clock.now += 2.0

@@ -165,8 +165,7 @@ def test_open_sequences_are_limited_per_key() -> None:
         serve_fake(ServerSettings(max_sessions=2), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
     ):
-        body = {"prompt": PROMPT, "max_tokens": 8}
-        with client.stream("POST", "/v1/sessions", json=body):
+        with client.stream("POST", "/v1/sessions", json={"prompt": PROMPT, "max_tokens": 8}):
             answer = client.post("/v1/completions", json={"prompt": ["a", "b"]})
             assert refused(answer, 429, "too_many_sessions")["type"] == "rate_limit_error"
             assert answer.headers["retry-after"] == "1"

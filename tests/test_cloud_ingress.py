@@ -291,8 +291,7 @@ def test_the_limit_on_open_files_bounds_connections(monkeypatch: pytest.MonkeyPa
 
 def test_unfinished_bodies_are_bounded() -> None:
     """The bodies of one client that are still arriving hold no more than a few of the largest allowed."""
-    limits = ConnectionLimits(max_body_bytes=40_000, max_client_bodies=1)
-    with serve_fake(limits=limits) as server:
+    with serve_fake(limits=ConnectionLimits(max_body_bytes=40_000, max_client_bodies=1)) as server:
         table = server.server.table
         with Raw(server) as first, Raw(server) as second:
             first.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))

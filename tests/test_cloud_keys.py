@@ -212,8 +212,7 @@ def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
 
 def test_reloads_are_counted_in_metrics() -> None:
     """By file and result."""
-    settings = ServerSettings(reloads={("keys", "ok"): 2, ("keys", "failed"): 1})
-    with serve_fake(settings) as server:
+    with serve_fake(ServerSettings(reloads={("keys", "ok"): 2, ("keys", "failed"): 1})) as server:
         shown = httpx.get(server.url + "/metrics").text
     assert 'outrider_reloads_total{file="keys",result="ok"} 2.0' in shown
     assert 'outrider_reloads_total{file="keys",result="failed"} 1.0' in shown

@@ -159,8 +159,7 @@ def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, cap
 
 def test_answers_that_nobody_reads_end() -> None:
     """The write buffer fills, the route waits, and after a while the connection is cut."""
-    limits = ConnectionLimits(write_s=0.1, max_pipelined=1000)
-    with serve_fake(limits=limits) as server:
+    with serve_fake(limits=ConnectionLimits(write_s=0.1, max_pipelined=1000)) as server:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = server.url.rpartition("/")[2].partition(":")

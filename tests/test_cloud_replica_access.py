@@ -129,8 +129,7 @@ def test_a_request_keeps_its_id_and_its_trace_at_the_replica() -> None:
         core.engine.submit = noting  # type: ignore[method-assign]
         trace = "0af7651916cd43dd8448eb211c80319c"
         headers = {"x-request-id": "mine.7", "traceparent": f"00-{trace}-b7ad6b7169203331-00"}
-        answer = client.post("/v1/completions", json=BODY, headers=headers)
-        assert answer.headers.get_list("x-request-id") == ["mine.7"]
+        assert client.post("/v1/completions", json=BODY, headers=headers).headers.get_list("x-request-id") == ["mine.7"]
         other = client.post("/v1/completions", json=BODY)
     assert seen == [("mine.7", trace), (other.headers["x-request-id"], None)]
 
@@ -189,10 +188,8 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
     """One line per request, with key and address of the client: by the replica that worked, or by the front."""
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path)
-    keys = ring_of(line_of(ALICE, "name=alice"))
-    with served(keys, 2, audit=log) as (client, group, front):
-        ids = {"x-request-id": "work.1"} | bearer(ALICE)
-        run_session(client, BODY, headers=ids)
+    with served(ring_of(line_of(ALICE, "name=alice")), 2, audit=log) as (client, group, front):
+        run_session(client, BODY, headers={"x-request-id": "work.1"} | bearer(ALICE))
         assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=bearer(ALICE)).status_code == 400
         assert client.post("/v1/completions", json=BODY).status_code == 401
         assert client.post("/v1/sessions/000001x/drafts", json={}).status_code == 401
@@ -203,8 +200,7 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
         front.wait_until(lambda: client.get("/health/ready").status_code == 503)
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 503
     log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    work, invalid, refused, nowhere, counted = lines
+    work, invalid, refused, nowhere, counted = [json.loads(line) for line in path.read_text().splitlines()]
     assert (work["key"], work["network"], work["request_id"]) == ("alice", "127.0.0.1", "work.1")
     assert (work["prompt_tokens"], work["generated_tokens"], work["end"]) == (4, 12, "length")
     assert (invalid["key"], invalid["status"]) == ("alice", 400)

@@ -172,9 +172,8 @@ def test_a_request_is_not_given_to_one_replica_after_the_other_that_dies_of_it()
             accepted.close()
 
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    threads = [threading.Thread(target=serve_cut, args=[each], daemon=True) for each in listeners]
-    for thread in threads:
-        thread.start()
+    for each in listeners:
+        threading.Thread(target=serve_cut, args=[each], daemon=True).start()
     reports = [
         report_of(f"{index:06x}", f"http://127.0.0.1:{each.getsockname()[1]}") for index, each in enumerate(listeners)
     ]
@@ -228,8 +227,7 @@ async def test_where_no_replica_has_the_target_the_device_says_so() -> None:
 def test_work_that_a_draining_replica_refuses_goes_to_another(group: list[FakeReplica]) -> None:
     """Also before its front has heard of it."""
     with replicas(1) as leaving, serve_front([leaving[0], group[0]]) as front:
-        core = leaving[0].server.core
-        core.engine.stop()
+        leaving[0].server.core.engine.stop()
         with httpx.Client(base_url=front.url) as client:
             for _ in range(3):
                 assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
@@ -258,8 +256,7 @@ async def test_a_kept_prefix_is_asked_where_it_is_held(group: list[FakeReplica],
 
 def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeReplica]) -> None:
     """A replica takes its own front only, and the owner that the front found."""
-    settings = ServerSettings(KeyRing(KEYS))
-    with serve_front(group, settings) as front:
+    with serve_front(group, ServerSettings(KeyRing(KEYS))) as front:
         with httpx.Client(base_url=front.url) as client:
             assert client.post("/v1/sessions", json=BODY).status_code == 401
             assert client.post("/v1/sessions/000001x/drafts", json={"base": 0, "paths": [[1]]}).status_code == 401
@@ -303,8 +300,7 @@ def test_readiness_and_metrics_are_of_all_replicas(
     front.wait_until(lambda: client.get("/health/ready").json()["running"] == 4)
     ready = client.get("/health/ready")
     assert ready.json()["queue_depth"] == 2 and ready.json()["status"] == "ready" and "date" in ready.headers
-    text = client.get("/metrics").text
-    families = {family.name: family for family in text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     labels = {sample.labels["replica"] for sample in families["outrider_num_requests_running"].samples}
     assert labels == {each.report.tag for each in group}
     assert families["outrider_front_replicas_ready"].samples[0].value == 2

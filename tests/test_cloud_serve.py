@@ -208,8 +208,7 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
     model = types.SimpleNamespace(name="fake", target="0" * 16, tokenizer=fake_tokenizer(), dialect=None)
     monkeypatch.setattr(embedded, "ServedModel", lambda *arguments: model)
-    found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
-    assert str(found.exception) == "far enough"
+    assert str(CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given]).exception) == "far enough"
     assert [config.looks_up for config in seen] == [expected]
 
 

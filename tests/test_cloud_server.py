@@ -264,8 +264,7 @@ def test_draining_lets_running_sessions_finish() -> None:
             server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
             ready = client.get("/health/ready")
             assert (ready.status_code, ready.json()["status"]) == (503, "draining")
-            draft = {"base": 0, "paths": [target_tokens(PROMPT, 4)]}
-            assert client.post(session.drafts, json=draft).status_code == 204
+            assert client.post(session.drafts, json={"base": 0, "paths": [target_tokens(PROMPT, 4)]}).status_code == 204
             server.gate.open()
             text = session.rest()
         assert text.end.reason == "length" and text.tokens == target_tokens(PROMPT, 24)

@@ -40,8 +40,7 @@ def test_a_parked_prefix_is_its_owners_and_its_name_cannot_be_computed() -> None
     assert Harness().parked(prompt, ALICE) != name  # another server
     with refused("prefix_not_held"):
         harness.submit([], 1, once=True, prefix_hash=name, owner=BOB)
-    again = harness.finished([], 1, once=True, prefix_hash=name, owner=ALICE)
-    assert again.tokens == plain(prompt, SAMPLED, 2)[1:]
+    assert harness.finished([], 1, once=True, prefix_hash=name, owner=ALICE).tokens == plain(prompt, SAMPLED, 2)[1:]
 
 
 def test_as_many_prefixes_are_held_as_one_call_can_have() -> None:

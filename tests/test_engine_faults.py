@@ -163,8 +163,7 @@ def test_a_known_block_that_goes_bad_costs_one_request() -> None:
     """The sequence that fails on it takes it out of the books; the next computes it again."""
     runtime, harness = poisonable()
     harness.finished(LONG, 6)
-    held = harness.engine._cache.pool._block_of.values()
-    runtime.bad_slots.update(block * runtime.block_size for block in held)
+    runtime.bad_slots.update(block * runtime.block_size for block in harness.engine._cache.pool._block_of.values())
     assert harness.finished(LONG, 6).code == "model_fault"
     assert harness.finished(LONG, 6).tokens == plain(LONG, SAMPLED, 6)
 

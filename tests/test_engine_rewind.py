@@ -38,8 +38,7 @@ def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up
     _, twin = harness.submit([*PROMPT, *before.tokens[:13]], 8)
     truth = [*text, *plain([*PROMPT, *text], SAMPLED, 40 - len(text))]
     harness.step()
-    tree = TreeDraft(len(text), 0, truth[len(text) : len(text) + 3], [ROOT, 0, 1], [15] * 3)
-    harness.engine.draft_tree(number, tree)
+    harness.engine.draft_tree(number, TreeDraft(len(text), 0, truth[len(text) : len(text) + 3], [ROOT, 0, 1], [15] * 3))
     harness.work_off()
     assert after.tokens == truth and after.end is not None
     assert twin.tokens == plain([*PROMPT, *before.tokens[:13]], SAMPLED, 8)

@@ -100,8 +100,7 @@ def test_moved_keys_can_be_shared() -> None:
     first, truth = submit(harness, PROMPTS[2])
     harness.run()
     assert first.tokens == truth and any(commit.accepted for commit in first.commits)
-    prompt = PROMPTS[2] + truth
-    second, expected = submit(harness, prompt, count=8)
+    second, expected = submit(harness, PROMPTS[2] + truth, count=8)
     harness.run()
     assert second.tokens == expected
     assert second.ended.usage.cached_prompt_tokens > len(PROMPTS[2]) + 20

@@ -312,8 +312,7 @@ async def test_requests_for_one_grammar_wait_for_one_compilation(compiler: Gramm
     others = [asyncio.ensure_future(compiler.compile_for(wanted, "many")) for _ in range(many)]
     await asyncio.sleep(0)  # all have asked
     first.cancel()
-    found = await asyncio.gather(*others)
-    assert len({id(each.matchers) for each in found}) == 1
+    assert len({id(each.matchers) for each in await asyncio.gather(*others)}) == 1
     with pytest.raises(asyncio.CancelledError):
         await first
     wrong = [compiler.compile_for(GrammarSpec("regex", "(broken"), "many") for _ in range(many)]
@@ -322,8 +321,7 @@ async def test_requests_for_one_grammar_wait_for_one_compilation(compiler: Gramm
     assert {each.code for each in refused if isinstance(each, RequestError)} == {"invalid_grammar"}
     assert len({id(each) for each in refused}) == many  # each with its own frames
     flood = [compiler.compile_for(GrammarSpec("regex", "flooded+"), "many") for _ in range(MAX_JOINED + 9)]
-    outcomes = await asyncio.gather(*flood, return_exceptions=True)
-    late = [each for each in outcomes if isinstance(each, RequestError)]
+    late = [each for each in await asyncio.gather(*flood, return_exceptions=True) if isinstance(each, RequestError)]
     assert [each.code for each in late] == ["too_many_grammars"] * 7
 
 

@@ -91,8 +91,7 @@ def workers(tokenizer: Tokenizer) -> Iterator[Workers]:
 
 @pytest.fixture
 def compiler(tokenizer: Tokenizer, workers: Workers) -> Iterator[GrammarCompiler]:
-    build = workers.grammars().build
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as made:
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, workers.grammars().build)) as made:
         yield made
 
 
@@ -198,8 +197,7 @@ def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Work
             made.end()
             return await work
 
-        refusals = asyncio.run(run())
-        assert {(r.code, r.status) for r in refusals} == {("engine_failed", 503)}
+        assert {(r.code, r.status) for r in asyncio.run(run())} == {("engine_failed", 503)}
         with pytest.raises(RequestError, match="engine has failed"):
             asked(compiler, regex(99))
 

@@ -62,8 +62,7 @@ def test_the_package_itself_imports_no_runtime() -> None:
         "import sys, outrider.models.runtimes, tests.fake_runtime, outrider.models.runtimes.ngram\n"
         "assert not {'openvino', 'torch', 'transformers'} & set(sys.modules)"
     )
-    environment = {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
 
 
 def test_torch_refuses_what_it_cannot_do(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

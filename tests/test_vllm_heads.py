@@ -100,8 +100,7 @@ def test_the_likelier_draft_is_verified() -> None:
         served = on.open(Terms(1, GREEDY, 400), [9])
         text = [n % 50 for n in range(200)]
         for at in range(0, 90, 3):
-            drafted = text[at : at + 8] if device_is_right else [77] * 8
-            on.take_paths(1, at, [drafted], clock.now)
+            on.take_paths(1, at, [text[at : at + 8] if device_is_right else [77] * 8], clock.now)
             heads = [*text[at + 3 : at + 4], 88, 88, 88] if device_is_right else text[at + 3 : at + 7]
             chosen = step(on, served, text[at : at + 3], heads)
         assert chosen[:3] == text[87:90]
@@ -162,8 +161,7 @@ def test_they_draft_where_the_device_is_silent() -> None:
     """After a step in which anybody goes on."""
     heads, on, _ = measured(1.2)
     served = on.open(Terms(1, GREEDY, 40), [9])
-    found = [heads.draft_after([served.drafts], is_probing=False) for _ in range(50)]
-    assert found == [NUM_DRAFTED] * 50
+    assert [heads.draft_after([served.drafts], is_probing=False) for _ in range(50)] == [NUM_DRAFTED] * 50
     assert heads.draft_after([], is_probing=False) == 0
 
 

@@ -66,8 +66,7 @@ def company(change: Callable[[GenerateRequest, int], float]) -> known_text.Submi
     """An engine of greedy texts. change: what is added to the second likeliest logit, by request and token."""
 
     def submit(request: GenerateRequest, sink: Sink) -> None:
-        count = request.max_tokens
-        tokens = tuple(sum(request.prompt) % 100 + place for place in range(count))
+        tokens = tuple(sum(request.prompt) % 100 + place for place in range(request.max_tokens))
         rows = []
         for place, token in enumerate(tokens):
             second = -1.5 + change(request, place)
