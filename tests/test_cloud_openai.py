@@ -13,9 +13,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine_harness import refused
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.http.encoding import encode_chat
@@ -387,6 +387,5 @@ def test_messages_that_render_to_nothing_are_refused() -> None:
     """A device took an answer without tokens for a broken server, and gave its own client 503."""
     own = fake_tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
     body = RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
-    with pytest.raises(RequestError, match="makes no text") as refused:
+    with refused("empty_prompt", 400, "makes no text"):
         encode_chat(own, 100, body)
-    assert (refused.value.code, refused.value.status) == ("empty_prompt", 400)

@@ -126,11 +126,9 @@ def test_an_item_has_its_answer_after_its_draft(passes: list[list[int]], is_answ
     on, _ = book()
     served = on.open(Terms(1, SAMPLED, 20, hints=DraftHints((1, 2, 3)), once=True), [9])
     assert verified(on, served) == [1, 2, 3]
-    found = []
-    for tokens in passes:
+    for tokens, expected in zip(passes, is_answered, strict=True):
         commit(on, served, *tokens)
-        found.append(served.is_answered)
-    assert found == is_answered
+        assert served.is_answered == expected
 
 
 def test_a_probe_verifies_what_it_is_told_and_teaches_nothing_else() -> None:
