@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import pytest
-from tests.fake_runtime import FakeBatchRuntime
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.requests import flat_request
 from tests.waiting import HANG_S
 
 from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -26,10 +27,10 @@ def prompt_of(index: int, length: int = 6) -> list[int]:
     return [(index // VOCAB) % VOCAB, index % VOCAB, *((index * 5 + i * i) % VOCAB for i in range(length - 2))]
 
 
-def refused(code: str, status: int | None = None) -> pytest.RaisesExc[RequestError]:
-    """A context that a request leaves as one refused with this code, and with this status if given."""
+def refused(code: str, status: int | None = None, match: str | None = None) -> pytest.RaisesExc[RequestError]:
+    """A context that a request leaves as one refused with this code, and with this status and message if given."""
     return pytest.raises(
-        RequestError, check=lambda error: error.code == code and (status is None or error.status == status)
+        RequestError, match=match, check=lambda error: error.code == code and status in (None, error.status)
     )
 
 
@@ -37,13 +38,10 @@ def plain(
     prompt: Sequence[int], params: SamplingParams, count: int, *, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
     """Target-only text by the plainest loop: one sequence, one token per step, no engine."""
-    runtime, tokens = FakeBatchRuntime(vocab_size=VOCAB), list(prompt)
-    blocks = range(runtime.num_blocks)
-    past = 0
+    target, tokens = FakeSequenceRuntime(vocab_size=VOCAB), list(prompt)
     for _ in range(count):
-        row = runtime.forward([SequenceSlice(tokens[past:], past, blocks, 1)])[0]
-        past = len(tokens)
-        tokens.append(pick(row, params, past))
+        row = target.extend(tokens[target.length :])
+        tokens.append(pick(row, params, len(tokens)))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -92,6 +90,13 @@ class Collector:
     def wait(self) -> None:
         """Waits for the end, where the engine runs in another thread."""
         assert self._has_ended.wait(HANG_S), "a request without an end"
+
+
+def submitted(thread: EngineThread, prompt: Sequence[int], count: int) -> Collector:
+    """A request to the thread."""
+    collector = Collector()
+    thread.submit(flat_request(tuple(prompt), SAMPLED, count), collector)
+    return collector
 
 
 class Harness:
@@ -163,6 +168,15 @@ class Harness:
         assert name is not None
         return name
 
+    def draft_all(
+        self, sequences: Iterable[tuple[int, Collector]], truths: Iterable[Sequence[int]], depth: int
+    ) -> None:
+        """Drafts for each of these that goes on its next tokens, all right."""
+        for (number, collector), truth in zip(sequences, truths, strict=True):
+            base = len(collector.tokens)
+            if collector.end is None and truth[base:]:
+                self.engine.draft(number, base, [truth[base : base + depth]])
+
     def draft_along(
         self, sequence: tuple[int, Collector], paths_after: Callable[[int], Sequence[Sequence[int]]]
     ) -> Collector:
@@ -214,3 +228,10 @@ class Harness:
         self.engine.shut_down()
         stats = self.engine.stats()
         assert (stats.free_blocks, stats.running, stats.queued) == (stats.num_blocks, 0, 0)
+
+
+def calibrated(**given: Any) -> Harness:
+    """An engine that has measured its steps. given: as `Harness` takes them."""
+    harness = Harness(**given)
+    harness.engine.calibrate()
+    return harness

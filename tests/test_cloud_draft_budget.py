@@ -76,8 +76,7 @@ def test_bytes_of_a_tree_count_for_more() -> None:
 def test_sessions_of_one_owner_share_a_budget() -> None:
     """A message that the owner's bucket refuses takes nothing from the session's."""
     clock = Clock()
-    limits = DraftLimits(session_per_s=0.0, session_burst=2.0, owner_per_s=1.0, owner_burst=3.0)
-    budget = DraftBudget(limits, clock)
+    budget = DraftBudget(DraftLimits(session_per_s=0.0, session_burst=2.0, owner_per_s=1.0, owner_burst=3.0), clock)
     assert [budget.spend(name, b"x") for name in "abcd"] == [None, None, None, "owner"]
     assert budget.spend("e", b"y") is None
     clock.now += 2.0
@@ -272,9 +271,16 @@ class Streaming:
     def _close(self) -> None:
         self.num_closed += 1
 
-    def commit(self, *tokens: int) -> None:
+    async def commit(self, *tokens: int) -> None:
+        """One event a token; everything runs that can."""
         for token in tokens:
             self.sink(CommitEvent(token, (token,), 0, 0))
+        await settle()
+
+    async def left(self) -> None:
+        """The client has left, and the stream has ended."""
+        self.connection.left.set()
+        await self.task
 
 
 async def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:
@@ -282,8 +288,7 @@ async def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -
     streaming = Streaming()
     for token, times in enumerate([(40.0, 1.0), (41.0, 1.5), (40.0, 26.6), (40.0, 26.6), (60.0, 26.6), (60.0, 1)]):
         streaming.times = StepTimes(*times)
-        streaming.commit(token)
-        await settle()
+        await streaming.commit(token)
     streaming.sink(EndEvent("length", SequenceUsage()))
     await settle()
     events = [parse_event(line[6:]) for line in streaming.connection.body.split(b"\n\n") if line]
@@ -304,15 +309,14 @@ async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
     """While a write waits, later events collect; they follow in order, and the end closes the response."""
     streaming = Streaming(is_read=False)
     connection = streaming.connection
-    streaming.commit(0)
+    await streaming.commit(0)
     connection.can_write.set()
     await settle()
     assert b'"tokens":[0]' in connection.body
     connection.can_write.clear()
     num_before = len(connection.written)
     for token in range(1, 6):
-        streaming.commit(token)
-        await settle()
+        await streaming.commit(token)
     streaming.sink(EndEvent("length", SequenceUsage()))
     await settle()
     assert len(connection.written) == num_before
@@ -322,8 +326,7 @@ async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
     assert positions == sorted(positions)
     assert b'"reason":"length"' in connection.body
     assert [message.get("more_body") for message in connection.written[1:]][-1] is False
-    connection.left.set()
-    await streaming.task
+    await streaming.left()
     assert streaming.num_closed == 1
 
 
@@ -332,12 +335,10 @@ async def test_a_wake_up_is_one_write() -> None:
     streaming = Streaming()
     await settle()
     num_before = len(streaming.connection.written)
-    streaming.commit(0, 1, 2)
-    await settle()
+    await streaming.commit(0, 1, 2)
     assert len(streaming.connection.written) == num_before + 1
     assert streaming.connection.body.count(b'"tokens"') == 3
-    streaming.connection.left.set()
-    await streaming.task
+    await streaming.left()
 
 
 async def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> None:
@@ -346,12 +347,9 @@ async def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> No
     streaming = Streaming()
     await settle()
     streaming.connection.can_write.clear()
-    streaming.commit(0, 1)
-    await settle()
-    streaming.connection.left.set()
-    await streaming.task
-    streaming.commit(2)
-    await settle()
+    await streaming.commit(0, 1)
+    await streaming.left()
+    await streaming.commit(2)
     assert streaming.num_closed == 1
     assert asyncio.all_tasks() == others
 
@@ -361,7 +359,7 @@ async def test_a_connection_that_fails_ends_the_session() -> None:
     streaming = Streaming()
     await settle()
     streaming.connection.is_broken = True
-    streaming.commit(0)
+    await streaming.commit(0)
     await asyncio.wait([streaming.task])
     assert streaming.num_closed == 1
 
@@ -371,8 +369,7 @@ async def test_silence_is_broken_by_comments() -> None:
     streaming = Streaming(keep_alive_s=0.001)
     while streaming.connection.body.count(b":\n\n") < 2:
         await asyncio.sleep(0.001)
-    streaming.connection.left.set()
-    await streaming.task
+    await streaming.left()
 
 
 def test_a_reader_that_is_slow_gets_the_whole_text() -> None:

@@ -147,8 +147,7 @@ def test_clients_share_a_scrape(group: list[FakeReplica], monkeypatch: pytest.Mo
 
 def test_a_scrape_without_a_replica_has_the_others(group: list[FakeReplica]) -> None:
     """And says how many it has."""
-    gone = FakeReplica(group[0].server, report_of("00dead", "http://127.0.0.1:9"))
-    with serve_front([gone, group[0]]) as front:
+    with serve_front([FakeReplica(group[0].server, report_of("00dead", "http://127.0.0.1:9")), group[0]]) as front:
         text = httpx.get(f"{front.url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["outrider_front_replicas_scraped"].samples[0].value == 1
@@ -365,8 +364,7 @@ def test_the_front_bounds_rates_bodies_and_floods(group: list[FakeReplica]) -> N
     settings = ServerSettings(max_body_bytes=4096, rate_per_s=0.5, draft_limits=limits)
     with serve_front(group, settings) as front, httpx.Client(base_url=front.url) as client:
         assert client.post("/v1/verify", json={"items": [{"prefix": [1] * 5000}]}).status_code == 413
-        statuses = [client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}).status_code for _ in range(3)]
-        assert 429 in statuses
+        assert 429 in [client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}).status_code for _ in range(3)]
         draft = {"base": 0, "paths": [[1]]}
         sent = [client.post("/v1/sessions/000001x/drafts", json=draft) for _ in range(4)]
         assert [each.status_code for each in sent] == [404, 404, 429, 429] and front.front.num_dropped.total() == 2

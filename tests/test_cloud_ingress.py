@@ -39,11 +39,9 @@ def server() -> Iterator[FakeServer]:
 def test_a_url_beyond_the_limit_is_refused(server: FakeServer) -> None:
     """Before it is decoded; one of the largest size reaches the routes."""
     with Raw(server) as raw:
-        raw.send(b"GET /v1/" + b"%" * 4092 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert raw.answer()[0] == 404
+        assert raw.answer(b"GET /v1/" + b"%" * 4092 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")[0] == 404
     with Raw(server) as raw:
-        raw.send(b"GET /v1/" + b"%" * 4093 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert raw.refusal() == (414, "url_too_long")
+        assert raw.refusal(b"GET /v1/" + b"%" * 4093 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") == (414, "url_too_long")
 
 
 @pytest.mark.parametrize(
@@ -76,12 +74,10 @@ def test_headers_within_the_limit_are_answered(server: FakeServer) -> None:
         b"x-%03d: %s\r\n" % (number, b"v" * 310) for number in range(99)
     )
     with Raw(server) as raw:
-        raw.send(head + b"\r\n")
-        assert raw.answer()[0] == 200
+        assert raw.answer(head + b"\r\n")[0] == 200
         for start in range(0, len(head), 1000):
             raw.send(head[start : start + 1000])
-        raw.send(b"\r\n")
-        assert raw.answer()[0] == 200
+        assert raw.answer(b"\r\n")[0] == 200
 
 
 def test_large_headers_after_a_body_count_too(server: FakeServer) -> None:
@@ -107,10 +103,8 @@ def test_a_trailer_is_no_header(server: FakeServer) -> None:
     """What a proxy has checked are headers; one that comes after the body in the same packet counted as one."""
     head = b"POST /v1/verify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     with Raw(server) as raw:
-        raw.send(head + b"Content-Type: application/json\r\n\r\n")
-        assert raw.answer()[0] == 415
-        raw.send(post("/v1/verify", b"{}"))
-        assert raw.answer()[0] == 400  # the connection goes on
+        assert raw.answer(head + b"Content-Type: application/json\r\n\r\n")[0] == 415
+        assert raw.answer(post("/v1/verify", b"{}"))[0] == 400  # the connection goes on
 
 
 @pytest.mark.parametrize("codings", [("gzip, chunked",), ("gzip", "chunked"), ("Identity, Chunked",)])
@@ -131,8 +125,7 @@ def test_what_is_not_http_is_refused(server: FakeServer) -> None:
     )
     for request in (*wrong, post("/v1/verify", b"zz\r\n", "Transfer-Encoding: chunked")):
         with Raw(server) as raw:
-            raw.send(request)
-            assert raw.refusal() == (400, "malformed_http")
+            assert raw.refusal(request) == (400, "malformed_http")
     assert is_well(server)
 
 
@@ -152,13 +145,10 @@ def test_slow_headers_are_closed(quick: FakeServer, caplog: pytest.LogCaptureFix
     """Also on a connection that had a request before; the log counts them."""
     with caplog.at_level(logging.WARNING, "outrider.ingress"):
         with Raw(quick) as raw:
-            raw.send(LIVE[:30])
-            assert raw.refusal() == (408, "request_timeout")
+            assert raw.refusal(LIVE[:30]) == (408, "request_timeout")
         with Raw(quick) as raw:
-            raw.send(LIVE)
-            assert raw.answer()[0] == 200
-            raw.send(LIVE[:30])
-            assert raw.refusal() == (408, "request_timeout")
+            assert raw.answer(LIVE)[0] == 200
+            assert raw.refusal(LIVE[:30]) == (408, "request_timeout")
         quick.wait_until(lambda: "slow headers" in caplog.text)
     assert is_well(quick)
 
@@ -168,35 +158,31 @@ def test_a_silent_connection_is_closed(quick: FakeServer) -> None:
     with Raw(quick) as raw:
         assert raw.is_closed()
     with Raw(quick) as raw:
-        raw.send(b"\r\n")
-        assert raw.refusal() == (408, "request_timeout")
+        assert raw.refusal(b"\r\n") == (408, "request_timeout")
     assert is_well(quick)
 
 
 def test_an_idle_connection_stays(quick: FakeServer) -> None:
     """Between requests the header deadline does not run: keep-alive has its own."""
     with Raw(quick) as idle:
-        idle.send(LIVE)
-        assert idle.answer()[0] == 200
+        assert idle.answer(LIVE)[0] == 200
         for _ in range(3):
             with Raw(quick) as silent:
                 assert silent.is_closed()  # so the deadline has passed
-        idle.send(LIVE)
-        assert idle.answer()[0] == 200
+        assert idle.answer(LIVE)[0] == 200
 
 
 def test_a_quiet_stream_stays() -> None:
     """No deadline runs while a stream is open, however long it is quiet."""
-    gate = StepGate()
     with (
-        serve_fake(gate=gate, limits=QUICK) as server,
+        serve_fake(gate=StepGate(), limits=QUICK) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", "/v1/sessions", json=SESSION) as response,
     ):
         for _ in range(5):
             with Raw(server) as silent:
                 assert silent.is_closed()
-        gate.open()
+        server.gate.open()
         assert b'"end"' in response.read()
 
 
@@ -205,8 +191,7 @@ def test_a_slow_body_is_closed(quick: FakeServer, framing: str) -> None:
     """One that trickles, whether a route reads it or has refused it."""
     for path in ("/v1/verify", "/v1/sessions/x/drafts"):
         with Raw(quick) as raw:
-            raw.send(post(path, b"1\r\n{\r\n" if "chunked" in framing else b"{", framing))
-            status, _, _ = raw.answer()
+            status, _, _ = raw.answer(post(path, b"1\r\n{\r\n" if "chunked" in framing else b"{", framing))
             assert status == (408 if path == "/v1/verify" else 404)
             assert raw.is_closed()
     assert is_well(quick)
@@ -251,15 +236,13 @@ def test_connections_are_counted() -> None:
     with serve_fake(limits=ConnectionLimits(max_connections=3)) as server:
         kept = [Raw(server) for _ in range(3)]
         for raw in kept:
-            raw.send(LIVE)
-            assert raw.answer()[0] == 200
+            assert raw.answer(LIVE)[0] == 200
         with Raw(server) as refused:
             assert refused.refusal() == (503, "too_many_connections")
         kept.pop().__exit__()
         server.wait_until(lambda: len(server.server.table) == 2)
         with Raw(server) as raw:
-            raw.send(LIVE)
-            assert raw.answer()[0] == 200
+            assert raw.answer(LIVE)[0] == 200
         for raw in kept:
             raw.__exit__()
 
@@ -291,8 +274,7 @@ def test_the_limit_on_open_files_bounds_connections(monkeypatch: pytest.MonkeyPa
 
 def test_unfinished_bodies_are_bounded() -> None:
     """The bodies of one client that are still arriving hold no more than a few of the largest allowed."""
-    limits = ConnectionLimits(max_body_bytes=40_000, max_client_bodies=1)
-    with serve_fake(limits=limits) as server:
+    with serve_fake(limits=ConnectionLimits(max_body_bytes=40_000, max_client_bodies=1)) as server:
         table = server.server.table
         with Raw(server) as first, Raw(server) as second:
             first.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
@@ -300,8 +282,7 @@ def test_unfinished_bodies_are_bounded() -> None:
             second.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
             assert second.refusal() == (503, "too_many_bytes")
             assert table.body_bytes.total == 30_001
-            first.send(b" " * 9_999)
-            assert first.answer()[0] == 400
+            assert first.answer(b" " * 9_999)[0] == 400
             assert table.body_bytes.total == 0
             first.send(post("/v1/verify", b" " * 39_000))  # in several pieces of one read
             assert first.answer()[0] == 400

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine_harness import refused
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.http.encoding import encode_chat
@@ -250,14 +250,12 @@ def test_bad_requests_have_distinct_codes(
 ) -> None:
     """Each has the status and the code that client libraries read, and the name of the field."""
     content = body if isinstance(body, bytes) else json.dumps({"prompt": PROMPT} | body)
-    answer = client.post("/v1/completions", content=content, headers=JSON)
-    assert refusal(answer) == (status, code, param)
+    assert refusal(client.post("/v1/completions", content=content, headers=JSON)) == (status, code, param)
 
 
 def test_a_refused_prompt_ends_the_whole_call(client: httpx.Client, server: FakeServer) -> None:
     """When the second prompt of a call is refused, the first ends and frees its slot."""
-    answer = client.post("/v1/completions", json={"prompt": [[1, 2], [300]], "max_tokens": 4000})
-    assert answer.status_code == 400
+    assert client.post("/v1/completions", json={"prompt": [[1, 2], [300]], "max_tokens": 4000}).status_code == 400
     server.wait_until(server.is_empty)
 
 
@@ -304,8 +302,7 @@ def test_a_shutdown_ends_a_stream_with_an_error() -> None:
             server.wait_until(lambda: client.post("/v1/completions", json={"prompt": "a"}).status_code == 503)
             server.gate.open()
             answer.read()
-    error = ErrorAnswer.model_validate(chunks_of(answer)[-1]).error
-    assert error.code == "shutting_down"
+    assert ErrorAnswer.model_validate(chunks_of(answer)[-1]).error.code == "shutting_down"
 
 
 def test_models_lists_the_served_model(client: httpx.Client) -> None:
@@ -390,6 +387,5 @@ def test_messages_that_render_to_nothing_are_refused() -> None:
     """A device took an answer without tokens for a broken server, and gave its own client 503."""
     own = fake_tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
     body = RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
-    with pytest.raises(RequestError, match="makes no text") as refused:
+    with refused("empty_prompt", 400, "makes no text"):
         encode_chat(own, 100, body)
-    assert (refused.value.code, refused.value.status) == ("empty_prompt", 400)

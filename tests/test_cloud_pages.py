@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from tests.hostile_pages import FOREIGN, JSON, ask_as_page
-from tests.raw_client import PROMPT, SESSION
-from tests.serving import FakeServer, StepGate, code_of, serve_fake, target_tokens
+from tests.raw_client import SESSION
+from tests.serving import FakeServer, code_of, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.access import page_policy_of
@@ -157,28 +156,6 @@ def test_without_keys_the_owner_is_the_address() -> None:
     first, again, other, unknown = (asyncio.run(owner(KeyRing(), client)) for client in addresses)
     assert first == again and len({first, other, unknown}) == 3
     assert len({asyncio.run(owner(KeyRing([KEY]), client)) for client in addresses}) == 1
-
-
-def test_another_address_does_not_own_the_session() -> None:
-    """The session of another client is unknown, as that of another key is."""
-    gate = StepGate()
-    with (
-        serve_fake(gate=gate) as server,
-        httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=SESSION) as response,
-    ):
-        events = response.iter_lines()
-        opened = json.loads(next(line for line in events if line.startswith("data: "))[6:])
-        path = f"/v1/sessions/{opened['session']}/drafts"
-        draft = {"base": 0, "paths": [target_tokens(PROMPT, 2)]}
-        transport = httpx.HTTPTransport(local_address="127.0.0.2")
-        with httpx.Client(base_url=server.url, transport=transport) as other:
-            try:
-                answer = other.post(path, json=draft)
-            except httpx.ConnectError:
-                pytest.skip("this machine has one loopback address")
-        assert code_of(answer) == (404, "unknown_session")
-        assert client.post(path, json=draft).status_code == 204
 
 
 def test_a_client_is_an_address_or_a_network() -> None:

@@ -103,9 +103,8 @@ def test_closed_connections_leave_little_to_the_collector(server: FakeServer, pa
 
 def test_a_pipeline_behind_a_stream_waits_in_the_network() -> None:
     """While a request waits, nothing more is read: not when the stream's own request has been, either."""
-    gate = StepGate()
     block = post("/v1/verify", b"{" + b" " * 1000 + b"}")
-    with serve_fake(gate=gate, limits=ENOUGH) as server:
+    with serve_fake(gate=StepGate(), limits=ENOUGH) as server:
         with Raw(server) as raw:
             raw.send(post("/v1/sessions", json.dumps(SESSION).encode()))
             server.wait_until(lambda: server.core.engine.stats().running == 1)
@@ -122,7 +121,7 @@ def test_a_pipeline_behind_a_stream_waits_in_the_network() -> None:
                 pass
             assert protocol.flow.read_paused and len(protocol.pipeline) == 1
             assert sent < 256 << 20
-        gate.open()
+        server.gate.open()
         assert is_well(server)
 
 
@@ -138,8 +137,8 @@ def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, cap
     """The stream that runs learns of it, too, not only the last of the requests that wait behind it. Nothing is read
     while they wait, so a keep-alive finds the client gone.
     """
-    gate = StepGate()  # no step ends, so only the client's leaving can free anything
-    with serve_fake(ServerSettings(keep_alive_s=0.05), gate=gate, limits=ENOUGH) as server:
+    # No step ends, so only the client's leaving can free anything.
+    with serve_fake(ServerSettings(keep_alive_s=0.05), gate=StepGate(), limits=ENOUGH) as server:
         with Raw(server) as raw:
             raw.send(first)
             server.wait_until(lambda: server.core.slots.num_taken == 1)
@@ -149,7 +148,7 @@ def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, cap
             server.wait_until(lambda: len(protocol.pipeline) == 3)
         server.wait_until(lambda: server.core.slots.num_taken == len(server.core.sessions) == 0)
         server.wait_until(lambda: not server.server.server_state.tasks)
-        gate.open()
+        server.gate.open()
         assert is_well(server)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -159,8 +158,7 @@ def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, cap
 
 def test_answers_that_nobody_reads_end() -> None:
     """The write buffer fills, the route waits, and after a while the connection is cut."""
-    limits = ConnectionLimits(write_s=0.1, max_pipelined=1000)
-    with serve_fake(limits=limits) as server:
+    with serve_fake(limits=ConnectionLimits(write_s=0.1, max_pipelined=1000)) as server:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = server.url.rpartition("/")[2].partition(":")
@@ -194,13 +192,10 @@ def test_tls_has_the_same_limits(tls: TlsFiles) -> None:
     """Headers and time."""
     with serve_fake(limits=QUICK, tls=tls) as server:
         with encrypted(server, tls) as raw:
-            raw.send(LIVE)
-            assert raw.answer()[0] == 200
-            raw.send(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 40_000)
-            assert raw.answer()[0] == 431
+            assert raw.answer(LIVE)[0] == 200
+            assert raw.answer(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 40_000)[0] == 431
         with encrypted(server, tls) as raw:
-            raw.send(LIVE[:30])
-            assert raw.answer()[0] == 408
+            assert raw.answer(LIVE[:30])[0] == 408
         server.wait_until(lambda: len(server.server.table) == 0)
 
 
@@ -226,5 +221,4 @@ def test_connections_count_from_before_the_handshake(tls: TlsFiles) -> None:
                 assert refused.is_closed()
         server.wait_until(lambda: len(server.server.table) == 0)
         with encrypted(server, tls) as raw:
-            raw.send(LIVE)
-            assert raw.answer()[0] == 200
+            assert raw.answer(LIVE)[0] == 200

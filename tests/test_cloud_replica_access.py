@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,12 @@ def test_a_replicas_gate_takes_its_front_only() -> None:
         asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
 
     own = forwarded("s3cret", Caller(key.digest, key, "203.0.113.7", "CN=a")).encode()
-    for headers in ([], [(b"authorization", b"Bearer " + ALICE.encode())], [(b"authorization", own[:-300])]):
+    with pytest.raises(RequestError, match="call the server in front"):
+        call()
+    forged = (b"", b"Bearer ", b"Bearer .6f", b"Bearer s3cre.6f", b"Bearer s3crets.6f", b"Bearer " + ALICE.encode())
+    for header in (*forged, own[:-300]):
         with pytest.raises(RequestError, match="call the server in front"):
-            call(*headers)
+            call((b"authorization", header))
     call((b"authorization", own))
     assert seen[0]["outrider.owner"] == key.digest
     found = ring.of_owner(key.digest)
@@ -73,8 +76,10 @@ def test_a_replicas_gate_takes_its_front_only() -> None:
     )
     assert found.requests_per_second is None  # the front has counted it
     assert ring.sessions_of(key.digest) == 3 and ring.may_generate(key.digest)
-    call((b"authorization", forwarded("s3cret", Caller(b"10.0.0.0")).encode()))
-    assert ring.of_owner(b"10.0.0.0") is None  # no key is needed: the server's limits
+    call((b"authorization", forwarded("s3cret", Caller(b"\x00owner")).encode()))
+    assert seen[1]["outrider.owner"] == b"\x00owner" and len(ring) == 1
+    # No key is needed: the server's limits.
+    assert ring.of_owner(b"\x00owner") is None and ring.sessions_of(b"\x00owner") is None
 
 
 def test_a_keys_own_limits_hold_at_a_replica() -> None:
@@ -129,8 +134,7 @@ def test_a_request_keeps_its_id_and_its_trace_at_the_replica() -> None:
         core.engine.submit = noting  # type: ignore[method-assign]
         trace = "0af7651916cd43dd8448eb211c80319c"
         headers = {"x-request-id": "mine.7", "traceparent": f"00-{trace}-b7ad6b7169203331-00"}
-        answer = client.post("/v1/completions", json=BODY, headers=headers)
-        assert answer.headers.get_list("x-request-id") == ["mine.7"]
+        assert client.post("/v1/completions", json=BODY, headers=headers).headers.get_list("x-request-id") == ["mine.7"]
         other = client.post("/v1/completions", json=BODY)
     assert seen == [("mine.7", trace), (other.headers["x-request-id"], None)]
 
@@ -188,11 +192,11 @@ def test_a_stream_of_a_removed_key_is_cut_where_its_replica_does_not_end_it(
 def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
     """One line per request, with key and address of the client: by the replica that worked, or by the front."""
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(path)
-    keys = ring_of(line_of(ALICE, "name=alice"))
-    with served(keys, 2, audit=log) as (client, group, front):
-        ids = {"x-request-id": "work.1"} | bearer(ALICE)
-        run_session(client, BODY, headers=ids)
+    with (
+        closing(AuditLog(path)) as log,
+        served(ring_of(line_of(ALICE, "name=alice")), 2, audit=log) as (client, group, front),
+    ):
+        run_session(client, BODY, headers={"x-request-id": "work.1"} | bearer(ALICE))
         assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=bearer(ALICE)).status_code == 400
         assert client.post("/v1/completions", json=BODY).status_code == 401
         assert client.post("/v1/sessions/000001x/drafts", json={}).status_code == 401
@@ -202,9 +206,7 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
         front.publish([])
         front.wait_until(lambda: client.get("/health/ready").status_code == 503)
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 503
-    log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    work, invalid, refused, nowhere, counted = lines
+    work, invalid, refused, nowhere, counted = [json.loads(line) for line in path.read_text().splitlines()]
     assert (work["key"], work["network"], work["request_id"]) == ("alice", "127.0.0.1", "work.1")
     assert (work["prompt_tokens"], work["generated_tokens"], work["end"]) == (4, 12, "length")
     assert (invalid["key"], invalid["status"]) == ("alice", 400)
@@ -245,8 +247,10 @@ async def test_tokens_per_minute_hold_for_all_replicas_together() -> None:
 
 def test_a_repeated_prompt_is_drafted_from_its_earlier_text_unless_no_store() -> None:
     """`Cache-Control` reaches the replica. Its policy verifies all that is pending, whatever the time."""
-    store = MemoryStore()
-    with served(KeyRing(), recent=store, config=EngineConfig(policy=Policy.VERIFY)) as (client, _, _):
+    with (
+        closing(MemoryStore()) as store,
+        served(KeyRing(), recent=store, config=EngineConfig(policy=Policy.VERIFY)) as (client, _, _),
+    ):
 
         def looked_up(**headers: str) -> int:
             return run_session(client, BODY, headers=headers).end.usage.looked_up_tokens
@@ -255,7 +259,6 @@ def test_a_repeated_prompt_is_drafted_from_its_earlier_text_unless_no_store() ->
         assert looked_up() == 0
         assert looked_up() > 5
         assert looked_up(**{"cache-control": "no-store"}) == 0
-    store.close()
 
 
 def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:

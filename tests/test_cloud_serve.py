@@ -116,7 +116,8 @@ def test_the_command_line_refuses_in_one_line(
         ([str(tmp_path), "--host", "a" * 300, "--insecure-no-keys"], "cannot listen on"),
         ([str(tmp_path), "--port-file", str(tmp_path / "no" / "port")], "--port-file"),
         ([str(tmp_path), "--api-key-file", str(tmp_path)], "cannot be read"),
-        ([str(tmp_path), "--host", "0.0.0.0"], "without API keys"),
+        ([str(tmp_path), "--host", "0.0.0.0"], "without API keys: anybody who reaches this port could use the model. "),
+        ([str(tmp_path), "--host", "0.0.0.0"], "Give --api-key-file or --tls-client-ca"),
         ([str(tmp_path), "--tls-cert", "x.pem"], "--tls-key"),
         ([str(tmp_path), "--tls-cert", "x.pem", "--tls-key", "y.pem"], "No such file"),
     ):
@@ -151,11 +152,11 @@ def bundle_of(path: Path, **changes: str) -> Any:
     return types.SimpleNamespace(path=path, manifest=manifest, model_file=path, tokenizer=lambda: None)
 
 
-def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", TreeForm)
+def test_trees_on_request_give_up_batch_invariance(tmp_path: Path, form: TreeForm) -> None:
     """OpenVINO takes masks only without it: `--tree tree` loads so, the default does not."""
-    for form, is_invariant in ((TreeForm.AUTO, True), (TreeForm.LINE, True), (TreeForm.TREE, False)):
-        loading = embedded._loading(bundle_of(tmp_path), ServeOptions(str(tmp_path), tree=form))
-        assert loading.is_batch_invariant is is_invariant
+    loading = embedded._loading(bundle_of(tmp_path), ServeOptions(str(tmp_path), tree=form))
+    assert loading.is_batch_invariant is (form is not TreeForm.TREE)
 
 
 def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +209,7 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
     model = types.SimpleNamespace(name="fake", target="0" * 16, tokenizer=fake_tokenizer(), dialect=None)
     monkeypatch.setattr(embedded, "ServedModel", lambda *arguments: model)
-    found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
-    assert str(found.exception) == "far enough"
+    assert str(CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given]).exception) == "far enough"
     assert [config.looks_up for config in seen] == [expected]
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fastapi.routing import APIRoute
 from hypothesis import given
@@ -27,6 +35,8 @@ from tests.serving import (
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.seam import CommitEvent
+from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.options import ServeOptions
 from outrider.models.errors import SamplingError
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
@@ -68,11 +78,11 @@ def test_commits_on_the_wire_are_the_protocols(base: int, tokens: list[int], pro
     assert data[6:-2] == json.dumps(raw, separators=(",", ":")).encode()
 
 
-def test_what_is_no_event_is_refused() -> None:
+@pytest.mark.parametrize("data", ["{}", "[]", '{"type":"other"}', "{", '{"base":1}'])
+def test_what_is_no_event_is_refused(data: str) -> None:
     """A reader does not guess."""
-    for data in ("{}", "[]", '{"type":"other"}', "{", '{"base":1}'):
-        with pytest.raises(ValueError):
-            parse_event(data)
+    with pytest.raises(ValueError):
+        parse_event(data)
 
 
 def test_a_token_costs_less_than_sixty_bytes_down(client: httpx.Client) -> None:
@@ -264,8 +274,7 @@ def test_draining_lets_running_sessions_finish() -> None:
             server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
             ready = client.get("/health/ready")
             assert (ready.status_code, ready.json()["status"]) == (503, "draining")
-            draft = {"base": 0, "paths": [target_tokens(PROMPT, 4)]}
-            assert client.post(session.drafts, json=draft).status_code == 204
+            assert client.post(session.drafts, json={"base": 0, "paths": [target_tokens(PROMPT, 4)]}).status_code == 204
             server.gate.open()
             text = session.rest()
         assert text.end.reason == "length" and text.tokens == target_tokens(PROMPT, 24)
@@ -273,17 +282,6 @@ def test_draining_lets_running_sessions_finish() -> None:
         with pytest.raises(httpx.TransportError):
             while True:
                 httpx.get(server.url + "/health/live")
-
-
-def test_what_does_not_finish_in_time_is_told() -> None:
-    """With no time to drain, streams end with the reason "shutdown" and what was committed so far."""
-    with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
-        with open_session(client, BODY | {"max_tokens": 4000}) as session:
-            server.server.begin_drain(0.0)
-            server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
-            server.gate.open()
-            assert session.rest().end.reason == "shutdown"
-        server.wait_until(lambda: server.server.should_exit)
 
 
 def test_a_second_signal_ends_what_runs() -> None:
@@ -303,3 +301,68 @@ def test_a_second_signal_ends_what_runs() -> None:
         assert not server.server.force_exit
         server.server.handle_exit(signal.SIGINT, None)
         assert server.server.force_exit
+
+
+# -- SIGTERM while it loads: the process ends at once, with 143, also as process 1 of a container ----------------------
+posix_only = pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+TIMEOUT_S = 60.0
+PROCESS_1 = ["unshare", "--pid", "--fork", "--kill-child"]
+LOADS = """
+import ctypes
+from types import SimpleNamespace
+from outrider.cloud.server import embedded, serve
+from outrider.cloud.server.options import ServeOptions
+
+def load(*_):
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("loads", flush=True)
+    lock(mutex)  # for ever, in native code, and again after each signal
+
+target = object.__new__(embedded.BundleTarget)
+target.path, target.source_name, target.model = None, "slow", None
+target._bundle = SimpleNamespace(manifest=SimpleNamespace(runtime="openvino"), model_file=None)
+target._loading = None
+target._options = ServeOptions("slow")
+embedded.open_batch_runtime, serve.open_target = load, lambda options: target
+serve.serve(ServeOptions("slow", port=0, share_tokenizer=False))
+"""
+
+
+@posix_only
+@pytest.mark.parametrize("prefix", [[], PROCESS_1], ids=["a process", "process 1"])
+def test_a_server_ends_while_native_code_loads_its_model(prefix: list[str]) -> None:
+    """Python's own handlers would wait for that code, and process 1 has no default."""
+    if prefix and (not shutil.which(prefix[0]) or subprocess.run([*prefix, "true"], capture_output=True).returncode):
+        pytest.skip("no right to make a process 1")
+    with subprocess.Popen([*prefix, sys.executable, "-c", LOADS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "loads\n"
+            outside = psutil.Process(process.pid)
+            (outside.children()[0] if prefix else outside).send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+@posix_only
+def test_what_was_begun_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that loads in Python, such as vLLM with processes of its own, is left by SystemExit."""
+    was_left: list[bool] = []
+
+    @contextmanager
+    def load() -> Iterator[Any]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield
+        finally:
+            was_left.append(True)
+
+    target = SimpleNamespace(load=load, model=None, path=tmp_path, source_name="slow")
+    monkeypatch.setattr(serve_module, "open_target", lambda options: target)
+    monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        serve_module.serve(ServeOptions("slow", port=0, share_tokenizer=False))
+    assert ended.value.code == 128 + signal.SIGTERM and was_left
+    assert signal.getsignal(signal.SIGTERM) is before

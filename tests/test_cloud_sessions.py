@@ -90,8 +90,7 @@ def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> 
     assert alone.tokens == ignored.tokens and alone.open.stop_ids == [other]
     asked_for = run_session(client, body(prompt=prompt, max_tokens=6, stop_ids=[EOS_ID]))
     assert asked_for.tokens == stopped.tokens, "what a request names ends it, the model's own end or not"
-    end = stopped.tokens.index(EOS_ID)
-    for ignores, count in ((False, end + 1), (True, 6)):
+    for ignores, count in ((False, stopped.tokens.index(EOS_ID) + 1), (True, 6)):
         item = {"prefix": prompt, "draft": ignored.tokens[:5], "stop_ids": [other], "ignore_eos": ignores}
         (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
         assert result["tokens"] == ignored.tokens[:count]
@@ -102,8 +101,7 @@ def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> 
 
 def test_the_context_ends_a_session(client: httpx.Client, server: FakeServer) -> None:
     """A session that reaches the model's maximum length ends with the reason "context"."""
-    long = [7] * (server.core.engine.limits.max_positions - 5)
-    result = run_session(client, body(prompt=long, max_tokens=100))
+    result = run_session(client, body(prompt=[7] * (server.core.engine.limits.max_positions - 5), max_tokens=100))
     assert (result.end.reason, len(result.tokens)) == ("context", 5)
 
 

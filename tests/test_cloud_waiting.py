@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.requests import Request
 from tests.hostile_bodies import SESSIONS, VERIFY
-from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, StepGate, code_of, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.state import ServerSettings
@@ -56,50 +56,42 @@ async def begun(*jobs: Job) -> None:
         assert await asyncio.to_thread(job.has_begun.wait, 30)
 
 
-def test_an_owner_has_one_worker_at_a_time() -> None:
+async def test_an_owner_has_one_worker_at_a_time() -> None:
     """One owner's second job waits, another owner's runs; a third owner waits for a thread."""
-
-    async def run() -> None:
-        workers = Workers(max_threads=2)
-        jobs = [Job() for _ in range(4)]
-        tasks = [asyncio.create_task(workers.run(owner, job)) for owner, job in zip(b"aabc", jobs, strict=True)]  # type: ignore[arg-type]
-        await begun(jobs[0], jobs[2])
-        assert not jobs[1].has_begun.is_set() and not jobs[3].has_begun.is_set()
-        jobs[0].end()
-        assert await tasks[0] == "done"
-        await begun(jobs[3])  # it has waited longer for a thread than the first owner's second job
-        assert not jobs[1].has_begun.is_set()
-        for job in jobs:
-            job.end()
-        assert await asyncio.gather(*tasks) == ["done"] * 4
-        assert not workers.turns.own.num_taken
-
-    asyncio.run(run())
+    workers = Workers(max_threads=2)
+    jobs = [Job() for _ in range(4)]
+    tasks = [asyncio.create_task(workers.run(owner, job)) for owner, job in zip(b"aabc", jobs, strict=True)]  # type: ignore[arg-type]
+    await begun(jobs[0], jobs[2])
+    assert not jobs[1].has_begun.is_set() and not jobs[3].has_begun.is_set()
+    jobs[0].end()
+    assert await tasks[0] == "done"
+    await begun(jobs[3])  # it has waited longer for a thread than the first owner's second job
+    assert not jobs[1].has_begun.is_set()
+    for job in jobs:
+        job.end()
+    assert await asyncio.gather(*tasks) == ["done"] * 4
+    assert not workers.turns.own.num_taken
 
 
-def test_a_cancelled_callers_thread_keeps_its_place() -> None:
+async def test_a_cancelled_callers_thread_keeps_its_place() -> None:
     """Clients that leave cannot pile up threads; a caller that has not begun gives its place back at once."""
-
-    async def run() -> None:
-        workers = Workers(max_threads=1)
-        jobs = [Job() for _ in range(3)]
-        first, second, third = (asyncio.create_task(workers.run(b"abc"[k : k + 1], jobs[k])) for k in range(3))
-        await begun(jobs[0])
-        for task in (first, second):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert not jobs[2].has_begun.is_set()
-        jobs[0].end()
-        await begun(jobs[2])
-        jobs[2].end()
-        assert await third == "done" and not jobs[1].has_begun.is_set()
-        assert not workers.turns.own.num_taken
-
-    asyncio.run(run())
+    workers = Workers(max_threads=1)
+    jobs = [Job() for _ in range(3)]
+    first, second, third = (asyncio.create_task(workers.run(b"abc"[k : k + 1], jobs[k])) for k in range(3))
+    await begun(jobs[0])
+    for task in (first, second):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not jobs[2].has_begun.is_set()
+    jobs[0].end()
+    await begun(jobs[2])
+    jobs[2].end()
+    assert await third == "done" and not jobs[1].has_begun.is_set()
+    assert not workers.turns.own.num_taken
 
 
-def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large bodies that arrive together one is parsed at a time, with a break in its middle; small ones do not wait;
     owners alternate.
     """
@@ -119,40 +111,27 @@ def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.Monke
         if raw != "5":
             breaks_s[-1] += time.monotonic()
 
-    async def run() -> None:
-        bodies = Bodies(1 << 20)
-        large = 2 * LARGE_BODY_BYTES
-
-        async def read(owner: bytes, body: bytes) -> None:
-            await bodies.parse(owner, SessionRequest, body)
-
-        tasks = [asyncio.create_task(read(b"a", each * large)) for each in (b"1", b"2", b"3")]
-        tasks += [asyncio.create_task(read(b"b", b"4" * large)), asyncio.create_task(read(b"a", b"5"))]
-        await asyncio.gather(*tasks)
-        while bodies.turns.own.num_taken:
-            await asyncio.sleep(0)
-
     monkeypatch.setattr(requests_module, "load", read_json)
     monkeypatch.setattr(requests_module, "validated", note)
-    asyncio.run(run())
+    bodies, large = Bodies(1 << 20), 2 * LARGE_BODY_BYTES
+    arrived = [(b"a", b"1" * large), (b"a", b"2" * large), (b"a", b"3" * large), (b"b", b"4" * large), (b"a", b"5")]
+    await asyncio.gather(*(bodies.parse(owner, SessionRequest, body) for owner, body in arrived))
+    while bodies.turns.own.num_taken:
+        await asyncio.sleep(0)
     assert order[:4] == ["1", "5", "validated 5", "validated 1"]
     assert order[4:] == ["4", "validated 4", "2", "validated 2", "3", "validated 3"]
     assert len(breaks_s) == 4 and min(breaks_s) > 0.018  # of 0.02: clocks differ in their last digits
 
 
-def test_a_body_that_is_cancelled_in_its_break_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_is_cancelled_in_its_break_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has left; the next one's turn comes."""
-
-    async def run() -> None:
-        bodies = Bodies(1 << 20)
-        tasks = [asyncio.create_task(bodies.parse(b"a", SessionRequest, b" " * 2 * LARGE_BODY_BYTES)) for _ in "12"]
-        monkeypatch.setattr(requests_module, "load", lambda body: tasks[0].cancel())
-        monkeypatch.setattr(requests_module, "validated", lambda message, raw: "done")
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-        assert await tasks[1] == "done"  # type: ignore[comparison-overlap]
-
-    asyncio.run(run())
+    bodies = Bodies(1 << 20)
+    tasks = [asyncio.create_task(bodies.parse(b"a", SessionRequest, b" " * 2 * LARGE_BODY_BYTES)) for _ in "12"]
+    monkeypatch.setattr(requests_module, "load", lambda body: tasks[0].cancel())
+    monkeypatch.setattr(requests_module, "validated", lambda message, raw: "done")
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    assert await tasks[1] == "done"  # type: ignore[comparison-overlap]
 
 
 def test_bodies_that_wait_are_bounded() -> None:
@@ -180,9 +159,8 @@ def test_bodies_that_wait_are_bounded() -> None:
 def test_calls_that_wait_hold_few_bytes() -> None:
     """Calls to verify that wait for slots are within the bound on bytes; the others are served, and freed."""
     settings = ServerSettings(max_sessions=1, max_body_bytes=1000)
-    gate = StepGate()
     body = json.dumps({"items": [ITEM]}).ljust(900).encode()
-    with serve_fake(settings, gate=gate) as server, ThreadPoolExecutor(64) as pool:
+    with serve_fake(settings, gate=StepGate()) as server, ThreadPoolExecutor(64) as pool:
         bodies, most = server.core.bodies, MAX_OWN_BODIES * 1000 // 900
 
         def call() -> int:
@@ -191,7 +169,7 @@ def test_calls_that_wait_hold_few_bytes() -> None:
         waiting = [pool.submit(call) for _ in range(most)]
         server.wait_until(lambda: bodies.held.total == most * 900)
         assert call() == 503
-        gate.open()
+        server.gate.open()
         assert [each.result() for each in waiting] == [200] * most
         server.wait_until(lambda: is_idle(server))
         assert bodies.held.total == 0
@@ -199,17 +177,16 @@ def test_calls_that_wait_hold_few_bytes() -> None:
 
 def test_a_stream_does_not_keep_its_body() -> None:
     """A megabyte of blanks around a short prompt is gone once it is parsed."""
-    gate = StepGate()
     body = json.dumps({"prompt": [1], "max_tokens": 4}).ljust(1 << 20).encode()
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", SESSIONS, content=body, headers=JSON) as response,
     ):
         assert isinstance(next(read_events(response)), SessionOpen)
         kept = [each for each in gc.get_objects() if isinstance(each, Request) and hasattr(each, "_body")]
         assert [each for each in kept if len(each._body) == len(body)] == []
-        gate.open()
+        server.gate.open()
 
 
 # -- slots and /v1/verify ----------------------------------------------------------------------------------------------
@@ -223,8 +200,7 @@ def is_idle(server: FakeServer) -> bool:
 
 def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
     """4 calls of 64 items with 3 slots: at most 3 sequences at once, every result in its place."""
-    gate = StepGate()
-    with serve_fake(ServerSettings(max_sessions=3), gate=gate) as server:
+    with serve_fake(ServerSettings(max_sessions=3), gate=StepGate()) as server:
         peak = 0
         submit = server.core.engine.submit
 
@@ -246,8 +222,8 @@ def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
             server.wait_until(lambda: server.core.slots.num_waiting == 4)
             assert server.core.slots.num_taken == 3
             refused = httpx.post(server.url + SESSIONS, json={"prompt": [1], "max_tokens": 1})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
-            gate.open()
+            assert code_of(refused) == (429, "too_many_sessions")
+            server.gate.open()
             for n, done in enumerate(calls):
                 tokens = [result.tokens for result in done.result().results]
                 assert tokens == [target_tokens([n + 1, k + 1], 1) for k in range(64)]
@@ -257,15 +233,14 @@ def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
 
 def test_waiting_items_do_not_delay_another_key() -> None:
     """Another owner's session runs while a call's items wait."""
-    gate = StepGate()
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]), max_sessions=2)
     alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
-    with serve_fake(settings, gate=gate) as server, ThreadPoolExecutor(1) as pool:
+    with serve_fake(settings, gate=StepGate()) as server, ThreadPoolExecutor(1) as pool:
         call = pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM] * 256}, headers=alice, timeout=60)
         server.wait_until(lambda: server.core.slots.num_waiting == 1)
         stats = server.core.engine.stats()
         assert stats.running + stats.queued <= 2
-        gate.open()
+        server.gate.open()
         with httpx.Client(base_url=server.url, headers=bob) as client:
             assert run_session(client, {"prompt": [1], "max_tokens": 3, "ignore_eos": True}).tokens
         assert len(call.result().json()["results"]) == 256
@@ -275,8 +250,10 @@ def test_waiting_items_do_not_delay_another_key() -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_client_that_leaves_while_items_wait_frees_everything(is_first: bool) -> None:
     """Whether its call still waits for its first slot, or for a later one."""
-    gate = StepGate()
-    with serve_fake(ServerSettings(max_sessions=2), gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        serve_fake(ServerSettings(max_sessions=2), gate=StepGate()) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         slots = server.core.slots
         with ThreadPoolExecutor(1) as pool:
             before = None
@@ -287,7 +264,7 @@ def test_a_client_that_leaves_while_items_wait_frees_everything(is_first: bool) 
                 client.post(VERIFY, json={"items": [ITEM] * 5}, timeout=0.2)
             client.close()
             server.wait_until(lambda: slots.num_waiting == (1 if is_first else 0))
-            gate.open()
+            server.gate.open()
             if before:
                 assert len(before.result().json()["results"]) == 3
         server.wait_until(lambda: is_idle(server))
@@ -297,16 +274,14 @@ def test_a_client_that_leaves_while_items_wait_frees_everything(is_first: bool) 
 def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call beyond the bound is refused with 429; those that wait are served."""
     monkeypatch.setattr(verify_module, "MAX_WAITING_CALLS", 2)
-    gate = StepGate()
-    with serve_fake(ServerSettings(max_sessions=1), gate=gate) as server, ThreadPoolExecutor(3) as pool:
+    with serve_fake(ServerSettings(max_sessions=1), gate=StepGate()) as server, ThreadPoolExecutor(3) as pool:
         calls = []
         slots = server.core.slots
         for _ in range(3):
             calls.append(pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM]}, timeout=60))
             server.wait_until(lambda: slots.num_taken + slots.num_waiting == len(calls))
-        refused = httpx.post(server.url + VERIFY, json={"items": [ITEM]})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
-        gate.open()
+        assert code_of(httpx.post(server.url + VERIFY, json={"items": [ITEM]})) == (429, "too_many_sessions")
+        server.gate.open()
         assert [call.result().status_code for call in calls] == [200] * 3
         server.wait_until(lambda: is_idle(server))
 

@@ -211,8 +211,7 @@ def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
     keys = scratch / "keys" / "keys"
     keys.write_text(KEY + "\n")
     replaced = {"/model": str(model), "/run/secrets/outrider/keys": str(keys), "8000": "0"}
-    image = Dockerfile.read(PLACE / "Dockerfile.cpu")
-    words = [replaced.get(word, word) for word in image.command[1:]]
+    words = [replaced.get(word, word) for word in Dockerfile.read(PLACE / "Dockerfile.cpu").command[1:]]
     headers = {"authorization": f"Bearer {KEY}"}
     with container([*words, "--threads", "1"], scratch) as (process, bound, first):
         shape = Bundle.open(model).manifest.architecture

@@ -224,8 +224,7 @@ def test_the_ray_service_fits_kuberays_schema() -> None:
         pytest.skip("OUTRIDER_KUBERAY_CRD names no file; see this module's docstring")
     definition = yaml.CSafeLoader(Path(place).read_text(encoding="utf-8")).get_single_data()
     (version,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
-    properties = version["schema"]["openAPIV3Schema"]["properties"]
-    schema = closed(properties["spec"])
+    schema = closed(version["schema"]["openAPIV3Schema"]["properties"]["spec"])
     service = load("ray-service.yaml")
     jsonschema.Draft202012Validator(schema).validate(service["spec"])
     service["spec"]["rayClusterConfig"]["headGroupSpec"]["raystartparams"] = {}
@@ -254,8 +253,7 @@ APPLICATION = yaml.safe_load(load("ray-service.yaml")["spec"]["serveConfigV2"])
 def test_the_ray_service_runs_the_image_with_its_ray() -> None:
     """The version of Ray is the extra's; head and workers are one image, whose paths are mounted."""
     cluster = load("ray-service.yaml")["spec"]["rayClusterConfig"]
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"ray[serve]=={cluster['rayVersion']};" in project
+    assert f"ray[serve]=={cluster['rayVersion']};" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (head,), (worker,) = (template["spec"]["containers"] for template in ray_pods().values())
     assert head["image"] == worker["image"]
     (application,) = APPLICATION["applications"]

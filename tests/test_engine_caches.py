@@ -1,15 +1,20 @@
-"""Tests that caches are their owner's own, and estimates of a step."""
+"""Tests the engine's caches: each owner's own, prefixes that are kept between requests, sequences that are rewound."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from tests.engine_harness import SAMPLED, Harness, plain, prompt_of, refused
+from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain, prompt_of, refused
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.policy import NO_WAIT
+from outrider.models.errors import RequestError
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 ALICE, BOB = b"alice", b"bob"
 
@@ -38,10 +43,9 @@ def test_a_parked_prefix_is_its_owners_and_its_name_cannot_be_computed() -> None
     name = harness.parked(prompt, ALICE)
     assert harness.parked(prompt, BOB) != name
     assert Harness().parked(prompt, ALICE) != name  # another server
-    with refused("prefix_not_held"):
+    with refused("prefix_not_held", 409):
         harness.submit([], 1, once=True, prefix_hash=name, owner=BOB)
-    again = harness.finished([], 1, once=True, prefix_hash=name, owner=ALICE)
-    assert again.tokens == plain(prompt, SAMPLED, 2)[1:]
+    assert harness.finished([], 1, once=True, prefix_hash=name, owner=ALICE).tokens == plain(prompt, SAMPLED, 2)[1:]
 
 
 def test_as_many_prefixes_are_held_as_one_call_can_have() -> None:
@@ -79,23 +83,6 @@ def test_the_curve_learns_what_a_long_context_costs() -> None:
         assert times[4] == pytest.approx(0.045 + 20e-6 * 5 * past, rel=0.03)
 
 
-@pytest.mark.parametrize("num_wrong", [0, 100])
-def test_a_device_whose_answers_are_late_is_learned_from(num_wrong: int) -> None:
-    """Other sessions' wrong drafts make a new one expect nothing. Its own late answers, all correct, tell better."""
-    drafting = Drafting(8, Policy.VERIFY)
-    for _ in range(num_wrong):
-        drafting.learned(b"").acceptance.observe([1], [2])
-    drafts = PendingDrafts([], 100, AcceptanceEstimator(8, drafting.learned(b"").acceptance))
-    drafting.curve.observe(StepSize.of(1, 10), 0.020)
-    for base in range(1, 40):
-        drafts.committed.append(base)
-        drafting.committed(drafts, [], [base], 0.020 * base, crowding=1.0)
-        if base > 5:
-            drafting.merge(drafts, base - 5, [list(range(base - 4, base + 1))], 0.020 * base + 0.001)
-    assert drafts.acceptance.rate > 0.9
-    assert drafts.wait != NO_WAIT
-
-
 def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
     """Where a step has no room for all that is likely, no session goes without because others came before it."""
     drafting = Drafting(8, Policy.VERIFY)
@@ -105,3 +92,162 @@ def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
         drafts.acceptance.observe(range(8), range(8))
     chosen = drafting.choose(sessions, 12, StepSize(6, 0), 0.0)
     assert [len(chosen[drafts].tokens) for drafts in sessions] == [2] * 6
+
+
+# -- stateless verification, and prefixes that are kept ----------------------------------------------------------------
+PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
+
+
+def verify_all(harness: Harness, prompt: list[int], count: int, guess: Sequence[int]) -> list[int]:
+    """Stop-and-wait as an agent does it: four drafts per call, the prefix by its hash after the first."""
+    text: list[int] = []
+    name: str | None = None
+    while len(text) < count:
+        draft = list(guess[len(text) : len(text) + 4])
+        most = min(len(draft) + 1, count - len(text))
+        collector = harness.finished([] if name else [*prompt, *text], most, draft=draft, once=True, prefix_hash=name)
+        assert collector.ended.usage.target_passes == 1
+        assert name is None or harness.batches[-1] == [most], "one token and its drafts run"
+        text += collector.tokens
+        name = collector.ended.prefix_hash
+    return text
+
+
+@pytest.mark.parametrize("error_every", [1, 3, 1000])
+def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
+    """Stateless verification with parked prefixes equals the plain loop, whatever share of the drafts is correct."""
+    harness, prompt = Harness(), PROMPTS[4]
+    truth = plain(prompt, SAMPLED, 30)
+    guess = [t if i % error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
+    assert verify_all(harness, prompt, 30, guess) == truth
+
+
+def test_a_refused_item_leaves_its_prefix_parked() -> None:
+    """A bad token after a good hash does not release the prefix."""
+    harness = Harness()
+    first = harness.finished(PROMPTS[2], 1, once=True)
+    with pytest.raises(RequestError, match="token id"):
+        harness.submit([VOCAB + 1], once=True, prefix_hash=first.ended.prefix_hash)
+    harness.engine.step()
+    again = harness.finished([], 1, once=True, prefix_hash=first.ended.prefix_hash)
+    assert [*first.tokens, *again.tokens] == plain(PROMPTS[2], SAMPLED, 2)
+
+
+@pytest.mark.parametrize("ends", ["length", "stop"])
+def test_a_sequence_that_is_to_be_kept_is_parked_whole(ends: str) -> None:
+    """Prompt and text stand behind the hash: what goes on from it runs the new tokens only, and is the whole's text."""
+    harness, prompt, more = Harness(), PROMPTS[4], [7, 8, 9]
+    truth = plain(prompt, SAMPLED, 9)
+    stop_ids = frozenset({truth[-1]}) if ends == "stop" else frozenset[int]()
+    first = harness.finished(prompt, 9 if ends == "length" else 50, stop_ids=stop_ids, keep=True)
+    assert first.ended.reason == ends and first.ended.prefix_hash is not None
+    begun = len(harness.batches)
+    second = harness.finished(more, 6, prefix_hash=first.ended.prefix_hash)
+    assert second.tokens == plain([*prompt, *first.tokens, *more], SAMPLED, 6)
+    assert harness.batches[begun] == [1 + len(more)]  # the last token of the text was never run
+
+
+def test_what_is_cut_or_was_not_asked_for_is_not_parked() -> None:
+    """A cancelled sequence, one that fills the context, and one without `keep` leave no parked prefix."""
+    harness = Harness(max_positions=40)
+    sequence_id, cut = harness.submit(PROMPTS[4], 30, keep=True)
+    harness.run_steps(3)
+    harness.engine.cancel(sequence_id)
+    _, full = harness.submit(PROMPTS[4], 500, keep=True)
+    silent = harness.finished(PROMPTS[4], 5)
+    ends = [(each.ended.reason, each.ended.prefix_hash) for each in (cut, full, silent)]
+    assert ends == [("cancelled", None), ("context", None), ("length", None)] and harness.engine.stats().parked == 0
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["verify", "session"])
+def test_a_parked_prefix_is_kept_for_a_bounded_time(once: bool) -> None:
+    """Then it is not held, and its blocks are free at the next step; a refused request does not renew it."""
+    harness = Harness(config=EngineConfig(max_parked_s=60.0))
+    first = harness.finished(PROMPTS[2], 5, once=once, keep=not once)
+    assert first.ended.prefix_hash is not None
+    harness.clock.now += 40.0
+    with pytest.raises(RequestError, match="token id"):
+        harness.submit([VOCAB + 1], prefix_hash=first.ended.prefix_hash)
+    harness.engine.step()
+    assert harness.engine.stats().parked == 1
+    harness.clock.now += 20.0
+    with pytest.raises(RequestError, match="not held"):
+        harness.submit([1], prefix_hash=first.ended.prefix_hash)
+    harness.engine.step()
+    stats = harness.engine.stats()
+    assert (stats.parked, stats.parked_blocks, stats.free_blocks) == (0, 0, stats.num_blocks)
+
+
+def test_sessions_share_the_limit_of_parked_prefixes() -> None:
+    """An owner's oldest gives way, whether a verify call or a session left it; nobody else's hash is taken."""
+    harness = Harness(config=EngineConfig(max_parked=3))
+    names = []
+    for start in range(6):
+        collector = harness.finished([start] * 9, 1, once=start % 2 == 0, keep=start % 2 == 1, owner=b"a")
+        assert collector.ended.prefix_hash is not None
+        names.append(collector.ended.prefix_hash)
+    assert harness.engine.stats().parked == 3
+    for owner, name in ((b"b", names[-1]), (b"a", names[0])):
+        with pytest.raises(RequestError, match="not held"):
+            harness.submit([1], prefix_hash=name, owner=owner)
+    for name in names[3:]:
+        harness.submit([1], 1, prefix_hash=name, owner=b"a")
+    harness.run()
+    assert harness.engine.stats().parked == 0
+
+
+def test_parked_prefixes_are_evicted_for_running_sequences() -> None:
+    """A cache full of parked prefixes still serves a long request."""
+    harness = Harness(num_blocks=16, block_size=4)
+    for start in range(6):
+        harness.finished([start] * 9, 1, once=True)
+    assert harness.engine.stats().parked > 0
+    assert harness.finished(PROMPTS[0], 50).tokens == plain(PROMPTS[0], SAMPLED, 50)
+
+
+# -- sequences that are rewound go on as ones that had the other tokens from their start -------------------------------
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+class Tail(Collector):
+    """A sink for what comes after a rewind; `tokens` has the whole text."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
+@pytest.mark.parametrize("base", range(0, 14))
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up: bool) -> None:
+    """Wherever it goes back to: within a block, to a block's edge, into blocks that are shared by hash."""
+    harness = Harness(config=EngineConfig(looks_up=looks_up))
+    number, before = harness.submit(PROMPT, 40)
+    while len(before.tokens) < 14:
+        harness.step()
+    harness.engine.draft(number, len(before.tokens), [[1, 2, 3]])
+    other = [(before.tokens[base] + 1) % VOCAB, 7]
+    text = [*before.tokens[:base], *other]
+    after = Tail(text[:])
+    assert harness.engine.rewind(number, base, other, after)
+    # The old text, whose blocks are shared: the rewind must not have changed them.
+    _, twin = harness.submit([*PROMPT, *before.tokens[:13]], 8)
+    truth = [*text, *plain([*PROMPT, *text], SAMPLED, 40 - len(text))]
+    harness.step()
+    harness.engine.draft_tree(number, TreeDraft(len(text), 0, truth[len(text) : len(text) + 3], [ROOT, 0, 1], [15] * 3))
+    harness.work_off()
+    assert after.tokens == truth and after.end is not None
+    assert twin.tokens == plain([*PROMPT, *before.tokens[:13]], SAMPLED, 8)
+    stats = harness.engine.stats()
+    assert stats.free_blocks == stats.num_blocks
+
+
+def test_a_sequence_that_has_ended_is_not_rewound() -> None:
+    """False where it is over; where it ends before its turn comes, the new sink gets an end."""
+    assert not EngineThread(FakeBatchRuntime(vocab_size=64)).rewind(1, 0, [1], Tail([]))
+    harness, late = Harness(), Tail([])
+    number, first = harness.submit(PROMPT, 4)
+    harness.engine.cancel(number)
+    assert harness.engine.rewind(number, 0, [1], late)
+    harness.step()
+    assert first.end is not None and late.ended.reason == "cancelled" and not harness.engine.has_work

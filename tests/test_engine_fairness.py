@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, Collector, Harness, plain, prompt_of
+from tests.engine_harness import SAMPLED, Collector, Harness, calibrated, plain, prompt_of, refused
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.owners import even_level, split_evenly
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.policy import NO_WAIT, Wait, plan_wait
-from outrider.models.errors import RequestError
 
 ALICE, BOB = b"alice", b"bob"
 
@@ -53,8 +52,7 @@ def test_hints_of_a_minute_do_not_keep_a_newcomer_out(policy: Policy) -> None:
     """33 sessions that claim to answer after 60 s and never do: a newcomer's first token comes as without the hints."""
 
     def seconds_to_first_token(draft_lag_ms: float | None) -> float:
-        harness = Harness(config=EngineConfig(max_running=8, policy=policy), num_blocks=4096)
-        harness.engine.calibrate()
+        harness = calibrated(config=EngineConfig(max_running=8, policy=policy), num_blocks=4096)
         for i in range(33):
             harness.submit(prompt_of(i), 200, lag_ms=draft_lag_ms)
         harness.run_steps(40)
@@ -170,8 +168,7 @@ def test_what_was_used_while_there_was_enough_costs_no_turns_later() -> None:
 
 def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> None:
     """One session ran 200 steps while another of its owner waited; beside six new ones it still gets its turns."""
-    harness = Harness(config=EngineConfig(max_running=4), num_blocks=4096)
-    harness.engine.calibrate()
+    harness = calibrated(config=EngineConfig(max_running=4), num_blocks=4096)
     _, long = harness.submit(prompt_of(0), 480, patience_ms=0.0)
     waiting_id, _ = harness.submit(prompt_of(1), 480)
     harness.engine.step()
@@ -185,8 +182,7 @@ def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> Non
 
 def test_a_session_that_waits_leaves_its_place() -> None:
     """One place: while the first session waits for its device, the second runs."""
-    harness = Harness(config=EngineConfig(max_running=1, policy=Policy.VERIFY))
-    harness.engine.calibrate()
+    harness = calibrated(config=EngineConfig(max_running=1, policy=Policy.VERIFY))
     _, first = harness.submit(prompt_of(1), 30, lag_ms=500.0)
     harness.engine.step()
     assert len(first.tokens) == 1
@@ -213,8 +209,7 @@ def test_waiting_is_weighed_against_the_places_that_others_can_use() -> None:
 
 def test_another_owners_many_sessions_do_not_make_mine_wait() -> None:
     """Waiting 200 ms pays where places are scarce, but an owner's own place is not scarce because another has 300."""
-    harness = Harness(config=EngineConfig(max_running=8), num_blocks=20_000, step_s=lambda num_tokens: 0.020)
-    harness.engine.calibrate()
+    harness = calibrated(config=EngineConfig(max_running=8), num_blocks=20_000, step_s=lambda num_tokens: 0.020)
     _, mine = harness.submit(prompt_of(0), 60, lag_ms=200.0, owner=BOB)
     for i in range(300):
         harness.submit(prompt_of(1 + i), 400, patience_ms=0.0, owner=ALICE)
@@ -293,7 +288,7 @@ def test_a_step_looks_at_few_of_those_that_have_no_room() -> None:
 
 def assert_queue_full(harness: Harness, index: int, owner: bytes, length: int = 6) -> None:
     """Asserts that a request of the owner finds no place in the queue."""
-    with pytest.raises(RequestError, match="queued already"):
+    with refused("overloaded", 503, "queued already"):
         harness.submit(prompt_of(index, length), owner=owner)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine_faults import BAD, PROMPTS, TIMEOUT_S, Breaking, Panic, raises_on_bad
-from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain
+from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain, submitted
 from tests.fake_runtime import FakeBatchRuntime
 from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
@@ -32,7 +32,7 @@ def test_a_sequence_that_makes_forward_raise_is_left_out_of_its_batch() -> None:
     goods = [harness.submit(prompt, 12, stop_ids=frozenset({BAD}))[1] for prompt in PROMPTS[:7]]
     _, bad = harness.submit([5, 6, BAD], 12)
     harness.engine.step()
-    assert bad.code == "model_fault" and bad.tokens == []
+    assert bad.code == "model_fault" and bad.tokens == [] and "cannot run this token" in str(bad.ended.error)
     # 8, then halves of 8, of 4 and of 2, then the probe is not needed: others committed.
     assert [len(batch) for batch in harness.batches] == [8, 4, 4, 2, 2, 1, 1]
     harness.run()
@@ -56,12 +56,8 @@ def test_a_batch_that_fails_once_loses_nothing() -> None:
     truths = [plain(prompt, SAMPLED, 30) for prompt in PROMPTS[:3]]
     sequences = [harness.submit(prompt, 30) for prompt in PROMPTS[:3]]
     while harness.engine.has_work:
-        for (sequence_id, collector), truth in zip(sequences, truths, strict=True):
-            base = len(collector.tokens)
-            if collector.end is None and 0 < base < 26:
-                harness.engine.draft(sequence_id, base, [truth[base : base + 4]])
-        delay = harness.engine.step()
-        harness.clock.now += delay or 0.0
+        harness.draft_all(sequences, truths, 4)
+        harness.step()
     assert [collector.tokens for _, collector in sequences] == truths
     assert all(c.ended.usage.accepted_tokens > 5 for _, c in sequences)
     assert harness.engine.stats().totals.faults == 2
@@ -163,8 +159,7 @@ def test_a_known_block_that_goes_bad_costs_one_request() -> None:
     """The sequence that fails on it takes it out of the books; the next computes it again."""
     runtime, harness = poisonable()
     harness.finished(LONG, 6)
-    held = harness.engine._cache.pool._block_of.values()
-    runtime.bad_slots.update(block * runtime.block_size for block in held)
+    runtime.bad_slots.update(block * runtime.block_size for block in harness.engine._cache.pool._block_of.values())
     assert harness.finished(LONG, 6).code == "model_fault"
     assert harness.finished(LONG, 6).tokens == plain(LONG, SAMPLED, 6)
 
@@ -336,8 +331,7 @@ def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(seed: 
     assert sum(client.num_well for client in clients) > 5
     assert thread.stats().totals.faults > 5
     runtime.is_calm = True
-    calm = Collector()
-    thread.submit(flat_request(tuple(PROMPTS[2]), SAMPLED, 20), calm)
+    calm = submitted(thread, PROMPTS[2], 20)
     calm.wait()
     assert calm.tokens == truths[2][:20]
     thread.stop()

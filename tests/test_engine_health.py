@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine_faults import BAD, PROMPTS, TIMEOUT_S, Breaking, raises_on_bad
-from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain, refused
+from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain, refused, submitted
 from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
 from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
@@ -107,7 +107,7 @@ def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pyt
     assert told == [thread.fault()] * 2
     assert thread.fault() == "the engine's thread has ended: MemoryError" and thread.stats().failed == 1
     with refused("engine_failed", 503):
-        thread.submit(flat_request((1,), SAMPLED, 1), Collector())
+        submitted(thread, (1,), 1)
     thread.stop(drain_s=TIMEOUT_S)
 
 
@@ -124,8 +124,7 @@ class Hanging:
         self.told: list[str] = []
         self.thread.on_death(self.told.append)
         (self.thread if is_watched else self.thread._thread).start()
-        self.text = Collector()
-        self.thread.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), self.text)
+        self.text = submitted(self.thread, PROMPTS[1], 6)
         assert self._entered.wait(TIMEOUT_S)
 
     def _step(self, batch: Sequence[SequenceSlice]) -> None:
@@ -146,7 +145,7 @@ def test_a_hung_step_makes_the_engine_unfit_until_it_returns() -> None:
     hanging.clock.now += 2.0
     assert thread.fault() == "a step hangs in the model's runtime" and thread.stats().failed == 1
     with refused("engine_failed"):
-        thread.submit(flat_request((1,), SAMPLED, 1), Collector())
+        submitted(thread, (1,), 1)
     thread.stop()  # returns, though the step does not
     hanging.gate.set()
     hanging.text.wait()
@@ -182,8 +181,7 @@ def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
     Broken.faults_last = faults_last  # type: ignore[attr-defined]
     clock, told = Clock(), list[str]()
     engine = EngineThread(Broken(vocab_size=VOCAB), clock=clock)
-    collector = Collector()
-    engine.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), collector)
+    collector = submitted(engine, PROMPTS[1], 6)
     for _ in range(9):
         clock.now += engine.step() or 0.0
     assert collector.code == "model_fault" and not engine.health.is_lost

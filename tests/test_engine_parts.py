@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.engine_harness import SAMPLED, Collector, Harness, plain, refused
+from tests.engine_harness import SAMPLED, Harness, plain, refused, submitted
 from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
 
@@ -248,13 +248,6 @@ def test_waiting_resumes_once_a_late_device_answers_in_time() -> None:
         lag.committed(base, now := now + 1.0)
         lag.drafted(base, 4, now + 0.005)
     assert lag.answer_rate >= ENOUGH_ANSWERS
-
-
-def submitted(thread: EngineThread, prompt: tuple[int, ...], count: int) -> Collector:
-    """A request to the thread."""
-    collector = Collector()
-    thread.submit(flat_request(prompt, SAMPLED, count), collector)
-    return collector
 
 
 def test_engine_thread_serves_drains_and_refuses() -> None:

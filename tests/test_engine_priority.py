@@ -52,10 +52,9 @@ def test_blocks_go_to_higher_priorities_first() -> None:
     harness.run_steps(40)
     _, patient = harness.submit(prompt_of(98), 20, owner=CAROL, priority=-3)
     _, urgent = harness.submit(prompt_of(99), 20, owner=BOB, priority=3)
-    count = 0
-    while urgent.end is None and count < 400:
-        harness.step()
-        count += 1
+    for _ in range(400):
+        if urgent.end is None:
+            harness.step()
     assert urgent.end is not None and patient.end is None
     harness.run()
     assert [c.tokens for _, c in texts] == [plain(prompt_of(i), SAMPLED, 60) for i in range(12)]
@@ -108,10 +107,7 @@ def test_under_overload_fewer_drafts_are_verified() -> None:
         texts = [plain(prompt_of(i), SAMPLED, 48) for i in range(num_texts)]
         running = [harness.submit(prompt_of(i), 48, patience_ms=0.0) for i in range(num_texts)]
         while any(c.end is None for _, c in running):
-            for (number, collector), text in zip(running, texts, strict=True):
-                if collector.end is None and text[len(collector.tokens) :]:
-                    base = len(collector.tokens)
-                    harness.engine.draft(number, base, [text[base : base + 8]])
+            harness.draft_all(running, texts, 8)
             harness.step()
         assert [c.tokens for _, c in running] == texts
         totals = harness.engine.stats().totals

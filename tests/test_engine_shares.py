@@ -6,7 +6,7 @@ from collections import deque
 from contextlib import suppress
 
 import pytest
-from tests.engine_harness import SAMPLED, Collector, Harness, plain, prompt_of
+from tests.engine_harness import SAMPLED, Collector, Harness, calibrated, plain, prompt_of
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.errors import RequestError
@@ -42,8 +42,7 @@ def flooded(
 ) -> tuple[list[float], list[list[int]], int]:
     """Seconds of each step, its tokens by sequence, and prompts done, beside texts of so many other owners."""
     clock_s = lambda num_tokens: 0.006 + 0.0005 * num_tokens  # noqa: E731
-    harness = Harness(num_blocks=8192, max_positions=2048, step_s=clock_s)
-    harness.engine.calibrate()
+    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=clock_s)
     texts = [
         harness.submit(prompt_of(i), 1500, owner=b"text %d" % i, patience_ms=0.0, priority=priority)[1]
         for i in range(num_texts)
@@ -80,8 +79,7 @@ def test_another_owners_prompts_and_verify_items_take_their_share_of_time(
 
 def test_two_owners_verify_items_leave_a_third_its_prompt() -> None:
     """Where every decoding sequence is an item that delays the others, prompts go on beside them."""
-    harness = Harness(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
-    harness.engine.calibrate()
+    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
     floods = [Flood(harness, owner, has_items=True) for owner in (ALICE, BOB)]
     harness.run_steps(2)
     _, third = harness.submit(prompt_of(7, 400), 3, owner=b"third")
@@ -95,19 +93,16 @@ def test_two_owners_verify_items_leave_a_third_its_prompt() -> None:
 @pytest.mark.parametrize("policy", list(Policy))
 def test_another_owners_sure_drafts_add_no_more_time_than_a_step(policy: Policy) -> None:
     """Sixteen texts with right drafts beside one without: its steps last two decode steps at most, but for capacity."""
-    harness = Harness(
+    harness = calibrated(
         config=EngineConfig(policy=policy), num_blocks=4096, max_positions=512, step_s=lambda n: 0.006 + 0.0005 * n
     )
-    harness.engine.calibrate()
     _, text = harness.submit(prompt_of(99), 300, owner=BOB, patience_ms=0.0)
     truths = [plain(prompt_of(i), SAMPLED, 200) for i in range(16)]
     sessions = [harness.submit(prompt_of(i), 200, owner=ALICE, patience_ms=0.0) for i in range(16)]
     harness.run_steps(4)
     longest_s, most = 0.0, 0
     while not any(session.end for _, session in sessions):
-        for (sequence_id, session), truth in zip(sessions, truths, strict=True):
-            base = len(session.tokens)
-            harness.engine.draft(sequence_id, base, [truth[base : base + 16]])
+        harness.draft_all(sessions, truths, 16)
         began, num_before = harness.clock.now, len(text.tokens)
         harness.step()
         longest_s, most = max(longest_s, harness.clock.now - began), max(most, sum(harness.batches[-1]))
@@ -130,8 +125,7 @@ def test_prompts_delay_nobody_without_another_owners_text() -> None:
 
 def test_prompts_run_while_a_text_waits_for_its_device() -> None:
     """They do not wait with it, and the draft that arrives finds a step that is short."""
-    harness = Harness(config=EngineConfig(policy=Policy.VERIFY), num_blocks=4096, max_positions=2048)
-    harness.engine.calibrate()
+    harness = calibrated(config=EngineConfig(policy=Policy.VERIFY), num_blocks=4096, max_positions=2048)
     harness.submit(prompt_of(0), 300, lag_ms=500.0, owner=BOB)
     harness.engine.step()
     _, long = harness.submit(prompt_of(1, 400), 1, owner=ALICE)
@@ -147,8 +141,7 @@ def test_a_prompt_owes_nothing_for_steps_that_nobody_shares() -> None:
     def step_s(num_tokens: int) -> float:
         return 0.006 + 0.0005 * num_tokens
 
-    harness = Harness(config=EngineConfig(policy=Policy.VERIFY), num_blocks=8192, max_positions=4096, step_s=step_s)
-    harness.engine.calibrate()
+    harness = calibrated(config=EngineConfig(policy=Policy.VERIFY), num_blocks=8192, max_positions=4096, step_s=step_s)
     truths = [plain(prompt_of(index), SAMPLED, 1300) for index in range(8)]
     texts = [harness.submit(prompt_of(index), 1200, lag_ms=60.0, owner=b"text %d" % index) for index in range(8)]
     answered = [0] * 8
@@ -182,8 +175,7 @@ def test_a_prompt_of_lower_priority_bounds_no_higher_one() -> None:
     """ALICE's is above all texts; BOB's, beside which it runs, is not."""
     num_steps = []
     for has_lower in (False, True):
-        harness = Harness(num_blocks=8192, max_positions=8192)
-        harness.engine.calibrate()
+        harness = calibrated(num_blocks=8192, max_positions=8192)
         for index in range(3):
             harness.submit(prompt_of(index), 3000, owner=b"text %d" % index, patience_ms=0.0)
         harness.run_steps(3)
@@ -201,8 +193,7 @@ def test_a_prompt_of_lower_priority_bounds_no_higher_one() -> None:
 def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
     """Six sessions that wait 100 ms now and then, blocks for three: none computes its context anew for each wait."""
     config = EngineConfig(max_running=8, policy=Policy.VERIFY)
-    harness = Harness(config=config, num_blocks=100, block_size=4, step_s=lambda num_tokens: 0.020)
-    harness.engine.calibrate()
+    harness = calibrated(config=config, num_blocks=100, block_size=4, step_s=lambda num_tokens: 0.020)
     prompts = [prompt_of(i, 100) for i in range(6)]
     truths = [plain(prompt, SAMPLED, 60) for prompt in prompts]
     sessions = [harness.submit(prompt, 60, lag_ms=100.0) for prompt in prompts]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
+from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, calibrated, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.random_trees import RandomTrees
 from tests.requests import flat_request
@@ -100,8 +100,7 @@ def test_moved_keys_can_be_shared() -> None:
     first, truth = submit(harness, PROMPTS[2])
     harness.run()
     assert first.tokens == truth and any(commit.accepted for commit in first.commits)
-    prompt = PROMPTS[2] + truth
-    second, expected = submit(harness, prompt, count=8)
+    second, expected = submit(harness, PROMPTS[2] + truth, count=8)
     harness.run()
     assert second.tokens == expected
     assert second.ended.usage.cached_prompt_tokens > len(PROMPTS[2]) + 20
@@ -225,8 +224,7 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
 
 def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:
     """A move of 60 ms after a step of 40: trees take 2.5 times as long as lines, and it is the model's time."""
-    harness = Harness(step_s=lambda num_tokens: 0.040)
-    harness.engine.calibrate()
+    harness = calibrated(step_s=lambda num_tokens: 0.040)
     before = harness.engine.stats().totals
     move = harness.runtime.move
 

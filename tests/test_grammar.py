@@ -190,8 +190,7 @@ def test_a_grammar_that_ends_inside_drafted_tokens(tokenizer: Tokenizer, compile
     tokens = tokenizer.encode("yes")
     drafted = [*tokens, stop, *tokenizer.encode("yes"), stop]
     assert state.validate(drafted) == len(tokens) + 1
-    accepted = sum(1 for _ in iter(lambda: state.accept(drafted[state.length]), False))
-    assert accepted == len(tokens) + 1
+    assert sum(1 for _ in iter(lambda: state.accept(drafted[state.length]), False)) == len(tokens) + 1
     state.truncate(0)
     assert state.validate(tokenizer.encode("no")) == len(tokenizer.encode("no"))
 
@@ -232,8 +231,7 @@ def test_a_grammar_waits_only_where_its_opener_comes_first(tokenizer: Tokenizer,
     assert allowed(state, tokenizer.size + PADDING) == first and not state.accept(letter)
     advance_all(state, [digit])
     assert opener not in allowed(state, tokenizer.size + PADDING)
-    wire = GrammarSpec("regex", "a", **names).to_wire()
-    assert GrammarSpec.of_wire(wire) == GrammarSpec("regex", "a", **names)
+    assert GrammarSpec.of_wire(GrammarSpec("regex", "a", **names).to_wire()) == GrammarSpec("regex", "a", **names)
     assert GrammarSpec("regex", "a", **names).hash != GrammarSpec("regex", "a", after=names["after"]).hash
     with pytest.raises(RequestError, match="`opener` without `after`"):
         GrammarSpec("regex", "a", opener="def")

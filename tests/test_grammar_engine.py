@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from tests.engine_harness import SAMPLED, Clock, Collector
+from tests.engine_harness import SAMPLED, Clock, Collector, refused
 from tests.fake_runtime import FakeBatchRuntime
 from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
@@ -20,7 +20,6 @@ from outrider.cloud.api.recent_texts import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import DraftHints, GenerateRequest
-from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import pick
@@ -87,6 +86,13 @@ class World:
     def text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
 
+    def verified(self, request: GenerateRequest) -> Collector:
+        """What an engine that verifies all drafts makes of the request."""
+        engine, found = Engine(self.runtime(), EngineConfig(policy=Policy.VERIFY)), Collector()
+        engine.submit(request, found)
+        run(engine)
+        return found
+
 
 @pytest.fixture(scope="module", params=[FakeBatchRuntime, PickingRuntime])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
@@ -119,9 +125,7 @@ def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(world: World
     special = [*expected[:3], min(world.stops), *expected[3:6]]
     padding = [*expected[:3], world.vocab_size - 1, *expected[4:6]]
     for draft, least in (((), 0), (expected[:8], 7), (outside, 2), (special, 2), (padding, 2)):
-        engine, found = Engine(world.runtime(), EngineConfig(policy=Policy.VERIFY)), Collector()
-        engine.submit(world.request(grammar, draft=tuple(draft)), found)
-        run(engine)
+        found = world.verified(world.request(grammar, draft=tuple(draft)))
         assert found.tokens == expected
         assert found.ended.reason == "stop"
         assert found.commits[1].accepted >= least or not draft
@@ -133,12 +137,9 @@ def test_a_grammar_that_ends_in_the_middle_of_drafted_tokens(beyond: int, world:
     grammar = world.grammar()
     expected = world.truth(grammar)
     for cut in (4, len(expected) - 3):
-        engine, found = Engine(world.runtime(), EngineConfig(policy=Policy.VERIFY)), Collector()
         request = world.request(grammar, [*PROMPT, *expected[:cut]], num_generated=cut)
         tail = [*expected[cut:][:12], *expected[:beyond]]
-        engine.submit(replace(request, hints=DraftHints(tuple(tail))), found)
-        run(engine)
-        assert found.tokens == expected[cut:]
+        assert world.verified(replace(request, hints=DraftHints(tuple(tail)))).tokens == expected[cut:]
 
 
 def test_branches_of_a_tree_do_not_move_the_state(world: World) -> None:
@@ -181,13 +182,10 @@ def test_a_resumed_text_goes_on_inside_its_grammar(world: World) -> None:
     grammar = world.grammar()
     expected = world.truth(grammar)
     for cut in (1, 5):
-        engine, found = Engine(world.runtime()), Collector()
-        engine.submit(world.request(grammar, [*PROMPT, *expected[:cut]], num_generated=cut), found)
-        run(engine)
+        found = world.verified(world.request(grammar, [*PROMPT, *expected[:cut]], num_generated=cut))
         assert expected[:cut] + found.tokens == expected
-    with pytest.raises(RequestError, match="outside the grammar") as refusal:
-        engine.submit(world.request(grammar, [*PROMPT, 40], num_generated=1), Collector())
-    assert refusal.value.code == "grammar_excluded"
+    with refused("grammar_excluded", match="outside the grammar"):
+        world.verified(world.request(grammar, [*PROMPT, 40], num_generated=1))
 
 
 def test_a_grammar_goes_together_with_other_rules(world: World) -> None:
@@ -197,10 +195,7 @@ def test_a_grammar_goes_together_with_other_rules(world: World) -> None:
     rules = ProcessorOptions(frequency_penalty=1.0, min_tokens=COUNT, logit_bias=((brace, -100.0),))
     expected = world.truth(grammar, rules=rules)
     check(expected, world)
-    engine, found = Engine(world.runtime(), EngineConfig(policy=Policy.VERIFY)), Collector()
-    engine.submit(world.request(grammar, processors=rules, draft=tuple(expected[:5])), found)
-    run(engine)
-    assert found.tokens == expected
+    assert world.verified(world.request(grammar, processors=rules, draft=tuple(expected[:5]))).tokens == expected
 
 
 def test_a_text_whose_grammar_fails_ends_alone(world: World) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine_harness import refused
 
 from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
 from outrider.cloud.vllm.terms import Terms, number_of
@@ -91,8 +92,7 @@ def workers(tokenizer: Tokenizer) -> Iterator[Workers]:
 
 @pytest.fixture
 def compiler(tokenizer: Tokenizer, workers: Workers) -> Iterator[GrammarCompiler]:
-    build = workers.grammars().build
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as made:
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, workers.grammars().build)) as made:
         yield made
 
 
@@ -124,8 +124,7 @@ def test_workers_let_go_what_nothing_stands_for(compiler: GrammarCompiler, worke
     """A text that is in work keeps its grammar; what an owner's later grammars replace goes from all workers."""
     held = asked(compiler, regex(0))
     numbers = [number_of(held)]
-    for index in range(1, MAX_CACHED_PER_OWNER + 3):
-        numbers.append(number_of(asked(compiler, regex(index))))
+    numbers += [number_of(asked(compiler, regex(index))) for index in range(1, MAX_CACHED_PER_OWNER + 3)]
     gc.collect()
     gone = set(numbers[1:3])
     with workers.has_forgotten:
@@ -140,9 +139,8 @@ def test_workers_let_go_what_nothing_stands_for(compiler: GrammarCompiler, worke
 
 
 def test_what_workers_refuse_is_refused_by_name(compiler: GrammarCompiler, workers: Workers) -> None:
-    with pytest.raises(RequestError, match="unclosed group") as refusal:
+    with refused("invalid_grammar", 400, "unclosed group"):
         asked(compiler, GrammarSpec("regex", "(a"))
-    assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
     with pytest.raises(RequestError, match="no token of the model"):
         asked(compiler, GrammarSpec("regex", "a", after="</think never heard of>"))
     assert workers.compiled == [1]  # a delimiter that is no token is refused before
@@ -167,9 +165,8 @@ def test_what_the_workers_lack_reaches_the_client(kind: str, tokenizer: Tokenize
 def test_a_call_that_fails_fails_one_grammar_and_loses_no_number(compiler: GrammarCompiler, workers: Workers) -> None:
     """What could not be let go then is let go with the next."""
     workers.fault = RuntimeError("a bug")
-    with pytest.raises(RequestError) as refusal:
+    with refused("internal_error", 500):
         asked(compiler, regex(0))
-    assert (refusal.value.code, refusal.value.status) == ("internal_error", 500)
     with workers.has_forgotten:
         assert workers.has_forgotten.wait_for(lambda: workers.has_failed_to_forget, 30.0)
     workers.fault = None
@@ -198,8 +195,7 @@ def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Work
             made.end()
             return await work
 
-        refusals = asyncio.run(run())
-        assert {(r.code, r.status) for r in refusals} == {("engine_failed", 503)}
+        assert {(r.code, r.status) for r in asyncio.run(run())} == {("engine_failed", 503)}
         with pytest.raises(RequestError, match="engine has failed"):
             asked(compiler, regex(99))
 
@@ -241,9 +237,8 @@ def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarC
 def test_texts_that_take_too_long_count_against_the_client(compiler: GrammarCompiler) -> None:
     for _ in range(MAX_STRIKES):
         note_refusal(asked(compiler, regex(0)), "slow")
-    with pytest.raises(RequestError) as refusal:
+    with refused("too_many_grammars", 429):
         asked(compiler, regex(0))
-    assert (refusal.value.code, refusal.value.status) == ("too_many_grammars", 429)
     assert asked(compiler, regex(0), b"another")
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
+from tests.engine_harness import refused
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests, FaultyProxy
 from tests.fronts import replicas, serve_front
@@ -28,10 +29,9 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.sender import DraftSender
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationResult
-from outrider.models.client.client import VerifierClient
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.long_request import LongRequest
 from outrider.models.client.messages import ByteCounts, DraftMessage
-from outrider.models.errors import RequestError
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, MAX_TREE_BYTES, MessageReader, framed
 from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, Taken
@@ -65,9 +65,8 @@ def test_messages_survive_however_their_bytes_are_cut(bodies: list[bytes], sizes
 )
 def test_wrong_lengths_are_refused_at_their_first_bytes(data: bytes, code: str) -> None:
     """None, one more than the most, and a number of more than 14 bits; the most itself is waited for."""
-    with pytest.raises(RequestError) as raised:
+    with refused(code):
         MessageReader().feed(data)
-    assert raised.value.code == code
     reader = MessageReader()
     assert reader.feed(framed(bytes(MAX_TREE_BYTES))[:-1]) == [] and reader.is_within
 
@@ -149,8 +148,7 @@ def test_messages_are_acknowledged_on_the_stream_and_the_end_by_an_answer() -> N
         line.exchange(tree(), 1)
         for first in (3, 6):
             line.exchange(tree(first), first // 3 + 1)
-        line.raw.send(b"0\r\n\r\n")
-        assert line.raw.answer()[0] == 204
+        assert line.raw.answer(b"0\r\n\r\n")[0] == 204
         server.gate.open()
         commits = [event for event in line.events if isinstance(event, Commit)]
         assert [token for commit in commits for token in commit.tokens] == target_tokens(PROMPT, 24)
@@ -209,8 +207,7 @@ def test_what_is_no_message_ends_the_request_and_not_the_session(data: bytes, fo
         line.send(data)
         assert line.refused() == (*found, found[1])
         with Raw(server) as again:
-            again.send(long_head(line.session) + chunk(tree()))
-            assert again.answer()[0] == 204  # at once, and nothing is taken
+            assert again.answer(long_head(line.session) + chunk(tree()))[0] == 204  # at once, and nothing is taken
         path = f"{server.url}/v1/sessions/{line.session}/drafts"
         assert httpx.post(path, json={"base": 0, "paths": [[1]]}).status_code == 204
         server.gate.open()
@@ -221,8 +218,7 @@ def test_two_at_a_time_are_refused_and_the_first_goes_on() -> None:
     """Messages are numbered in the one."""
     with serve_fake(gate=StepGate()) as server, begun(server) as line, Raw(server) as second:
         line.exchange(tree(), 1)
-        second.send(long_head(line.session) + chunk(tree()))
-        status, _, body = second.answer()
+        status, _, body = second.answer(long_head(line.session) + chunk(tree()))
         assert (status, json.loads(body)["error"]["code"]) == (409, "second_long_request")
         line.exchange(tree(3), 2)
 
@@ -234,8 +230,7 @@ def test_a_long_request_is_no_slow_body_until_it_is_answered() -> None:
         line.exchange(tree(), 1)
         for _ in range(3):
             with Raw(server) as slow:
-                slow.send(post("/v1/sessions", b"", "Content-Length: 100"))
-                assert slow.answer()[0] == 408
+                assert slow.answer(post("/v1/sessions", b"", "Content-Length: 100"))[0] == 408
         line.exchange(tree(3), 2)
         with Raw(server) as behind:  # a body behind a long request in one packet is none
             head = long_head(line.session) + b"0\r\n\r\n"
@@ -265,35 +260,43 @@ def posts(server: FakeServer) -> dict[int, int]:
     return {status: num for (route, _, status), num in server.core.metrics.requests.items() if route == ROUTE}
 
 
-def generate(url: str, num_texts: int = 1) -> tuple[list[GenerationResult], VerifierClient]:
+def generate(
+    url: str, num_texts: int = 1, options: ClientOptions | None = None
+) -> tuple[list[GenerationResult], VerifierClient]:
     """Texts one after the other by one agent."""
 
     async def scenario() -> tuple[list[GenerationResult], VerifierClient]:
-        async with VerifierClient(url) as client:
+        async with VerifierClient(url, options) as client:
             agent = StreamAgent(Endpoints([client]), drafter(0.8), FixedDepth(4))
             return [await agent.generate(asking(seed, max_tokens=40)) for seed in range(num_texts)], client
 
     return asyncio.run(asyncio.wait_for(scenario(), 2 * TIMEOUT_S))
 
 
-class Paced:
-    """A runtime's `on_step`: each step waits a little for one draft more, so that every text has some."""
+@contextmanager
+def serve_paced(count: Callable[[FakeServer], int], settings: ServerSettings | None = None) -> Iterator[FakeServer]:
+    """A server each of whose steps waits a little for one draft more, so that every text has some."""
+    running: list[FakeServer] = []
 
-    def __init__(self) -> None:
-        self.count: Callable[[], int] = lambda: 0
+    def on_step(_: object) -> None:
+        if running:
+            before = count(running[0])
+            with suppress(AssertionError):
+                wait_until(lambda: count(running[0]) > before, 0.05)
 
-    def __call__(self, _: object) -> None:
-        before = self.count()
-        with suppress(AssertionError):
-            wait_until(lambda: self.count() > before, 0.05)
+    with serve_fake(settings, runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step)) as server:
+        running.append(server)
+        yield server
+
+
+def num_taken(server: FakeServer) -> int:
+    """Messages of the long requests that are open."""
+    return sum(session.line._num for session in list(server.core.sessions.values()))
 
 
 def test_the_drafts_of_a_text_are_one_request() -> None:
     """It carries them all, and its connection serves the next text; acknowledgements measure the round trip."""
-    pace = Paced()
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pace)) as server:
-        sessions = server.core.sessions
-        pace.count = lambda: sum(session.line._num for session in list(sessions.values()))
+    with serve_paced(num_taken) as server:
         results, client = generate(server.url, 2)
         wait_until(lambda: is_at_rest(server) and sum(posts(server).values()) == 2)
         assert posts(server) == {204: 2}
@@ -306,10 +309,8 @@ def test_the_drafts_of_a_text_are_one_request() -> None:
 @pytest.mark.parametrize("how", ["buffers", "refuses", "cuts"])
 def test_a_proxy_that_passes_no_long_request_costs_no_draft(how: str) -> None:
     """The rest of the text uses single messages, and the next text does not try again; the text is the same."""
-    pace = Paced()
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pace)) as server:
+    with serve_paced(lambda server: posts(server).get(204, 0)) as server:
         host, port = server.url.removeprefix("http://").split(":")
-        pace.count = lambda: posts(server).get(204, 0)
         with AgainstLongRequests(how, host, int(port)) as proxy:
             results, client = generate(proxy.url, 2)
             num_met = proxy.num_met
@@ -330,10 +331,8 @@ def test_old_servers_and_old_devices_get_single_messages(monkeypatch: pytest.Mon
     """A device of today with protocol 2, and a device that knows nothing else with a server of today: it sees no field
     that it does not know.
     """
-    pace = Paced()
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pace)) as server:
+    with serve_paced(lambda server: sum(posts(server).values())) as server:
         host, port = server.url.removeprefix("http://").split(":")
-        pace.count = lambda: sum(posts(server).values())
         with _Older("127.0.0.1", int(port)) as proxy:
             (result,), _ = generate(proxy.url)
         assert result.tokens == truth(asking(0, max_tokens=40)) and 1 < sum(posts(server).values()) <= result.num_posts

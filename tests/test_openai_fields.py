@@ -34,8 +34,7 @@ def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
 
 @pytest.fixture(scope="module", params=["endpoint", "verifier"])
 def client(request: pytest.FixtureRequest, cloud: FakeServer, local: LocalEndpoint) -> Iterator[httpx.Client]:
-    url = local.url if request.param == "endpoint" else cloud.url
-    with httpx.Client(base_url=url, timeout=30.0) as opened:
+    with httpx.Client(base_url=local.url if request.param == "endpoint" else cloud.url, timeout=30.0) as opened:
         yield opened
 
 
@@ -208,8 +207,7 @@ def test_echo(client: httpx.Client) -> None:
     """The text begins with the prompt: as it came, or the text of its ids."""
     text = complete(client)["choices"][0]["text"]
     assert complete(client, echo=True)["choices"][0]["text"] == PROMPT + text
-    ids = fake_tokenizer().encode(PROMPT)
-    assert complete(client, echo=True, prompt=ids)["choices"][0]["text"] == PROMPT + text
+    assert complete(client, echo=True, prompt=fake_tokenizer().encode(PROMPT))["choices"][0]["text"] == PROMPT + text
     streamed = chunks(client, echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT + text
     assert streamed[0]["choices"][0]["text"].startswith(PROMPT)
@@ -266,8 +264,7 @@ def test_special_tokens_may_be_shown(client: httpx.Client) -> None:
     prompt, seed = "zip", 3
     ids = target_tokens(fake_tokenizer().encode(prompt), 600, SamplingParams(1.0, seed=seed))
     assert EOS_ID in ids
-    count = ids.index(EOS_ID) + 2
-    asked: dict[str, Any] = {"prompt": prompt, "seed": seed, "max_tokens": count}
+    asked: dict[str, Any] = {"prompt": prompt, "seed": seed, "max_tokens": ids.index(EOS_ID) + 2}
     hidden = complete(client, **asked)["choices"][0]["text"]
     shown = complete(client, skip_special_tokens=False, **asked)["choices"][0]["text"]
     assert "<|end|>" in shown and shown.replace("<|end|>", "") == hidden

@@ -47,8 +47,7 @@ def test_a_lookup_finds_the_newest_longest_match(text: list[int], most: int) -> 
 
 def test_a_long_prompt_is_copied_in_pieces() -> None:
     """Nothing is proposed until the whole text is there."""
-    text = [*range(20_000), 5, 6, 7]
-    lookup = PromptLookup(text)
+    lookup = PromptLookup([*range(20_000), 5, 6, 7])
     answers = [lookup.propose(2)[0] for _ in range(3)]
     assert answers == [[], [], [8, 9]]
 
@@ -102,8 +101,7 @@ def test_lookups_pay_where_a_text_repeats_itself_and_cost_nothing_elsewhere(
 def test_no_tree_changes_the_text(seed: int) -> None:
     """Right and wrong nodes, lost, repeated and late messages, lookups: same tokens, no leak."""
     rng = random.Random(seed)
-    policy = rng.choice(list(Policy))
-    config = EngineConfig(policy=policy, step_tokens=rng.choice([3, 16]), max_draft=6, looks_up=True)
+    config = EngineConfig(policy=rng.choice(list(Policy)), step_tokens=rng.choice([3, 16]), max_draft=6, looks_up=True)
     harness = Harness(config=config, num_blocks=rng.choice([22, 128]))
     prompts = [PROMPT, [1, 2, 1, 2]]
     truths = [plain(prompt, SAMPLED, 16) for prompt in prompts]

@@ -172,8 +172,7 @@ def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
         base = len(drafts.committed)
         guesses = [t for t in range(width) for _ in range(3)]
         parents = [ROOT if i % 3 == 0 else 3 * width * base + i - 1 for i in range(3 * width)]
-        message = TreeDraft(base, 3 * width * base, guesses, parents, [15] * len(guesses))
-        drafting.merge_tree(drafts, message, 0.0)
+        drafting.merge_tree(drafts, TreeDraft(base, 3 * width * base, guesses, parents, [15] * len(guesses)), 0.0)
         if not drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts].tokens:
             break
         num_tested += width
@@ -253,8 +252,7 @@ def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject)
         step_s += data.draw(st.sampled_from([0.0, 0.0005, 0.002, 0.006]))
         drafting.curve.observe(StepSize(tokens), step_s)
     drafts = pending(drafting)
-    message = TreeDraft(0, 0, range(size), [ROOT if p < 0 else p for p in parents], levels)
-    drafting.merge_tree(drafts, message, 0.0)
+    drafting.merge_tree(drafts, TreeDraft(0, 0, range(size), [ROOT if p < 0 else p for p in parents], levels), 0.0)
     chosen = drafting.choose([drafts], budget, StepSize(1, 0), 0.0)[drafts]
     rates = drafts.chances.rates()
     alive: list[float] = []

@@ -55,16 +55,16 @@ class Stream:
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 0.7])
 @pytest.mark.parametrize("lag_s", [0.010, 0.050, 0.130])
-def test_the_closed_form_equals_the_simulation_of_a_tree(beta: float, lag_s: float) -> None:
+@pytest.mark.parametrize(("alpha", "k"), [(0.75, 4), (0.9, 10)])
+def test_the_closed_form_equals_the_simulation_of_a_tree(alpha: float, k: int, beta: float, lag_s: float) -> None:
     """To 2 %; without alternatives it is exactly that of paths."""
-    for alpha, k in ((0.75, 4), (0.9, 10)):
-        streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
-        waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
-        assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
-        assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
-        if beta == 0.0:
-            assert streaming == rate_streaming(alpha, k, 0.040, 0.001, lag_s)
-            assert waiting == rate_waiting(alpha, k, 0.040, 0.001, lag_s)
+    streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+    waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+    assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
+    assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
+    if beta == 0.0:
+        assert streaming == rate_streaming(alpha, k, 0.040, 0.001, lag_s)
+        assert waiting == rate_waiting(alpha, k, 0.040, 0.001, lag_s)
 
 
 def test_alternatives_are_part_of_the_decision_to_wait() -> None:
@@ -124,18 +124,26 @@ def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None
     assert drafts.trie and drafts.trie.num_looked_up == drafts.trie.num_nodes
 
 
-def test_a_tree_that_is_always_late_is_learned_from() -> None:
-    """Each answer comes when the commits have passed it by; all it guessed was right, so it is worth a wait."""
+@pytest.mark.parametrize("is_tree", [True, False])
+@pytest.mark.parametrize("num_wrong", [0, 1, 100])
+def test_drafts_that_are_always_late_are_learned_from(num_wrong: int, is_tree: bool) -> None:
+    """Each answer comes when the commits have passed it by; all it guessed was right, so it is worth a wait.
+
+    Also where other sessions' wrong drafts make a new one expect nothing.
+    """
     drafting = Drafting(8, Policy.VERIFY)
-    drafting.learned(b"").acceptance.observe([1], [2])
+    for _ in range(num_wrong):
+        drafting.learned(b"").acceptance.observe([1], [2])
     drafting.curve.observe(StepSize(1), 0.020)
     drafts = pending(drafting)
     for base in range(1, 40):
         commit(drafts, base)
         drafting.committed(drafts, [], [base], 0.020 * base, crowding=1.0)
-        if base > 5:
+        if base > 5 and is_tree:
             late = line_message(base - 5, 10 * base, range(base - 4, base + 1))
             drafting.merge_tree(drafts, late, 0.020 * base + 0.001)
+        elif base > 5:
+            drafting.merge(drafts, base - 5, [list(range(base - 4, base + 1))], 0.020 * base + 0.001)
     assert drafts.acceptance.rate > 0.9 and drafts.wait != NO_WAIT
     assert not drafts.trie
 

@@ -202,8 +202,7 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
 
 def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -> None:
     """Branches may end at the last position; one token more is refused and changes nothing."""
-    rng = random.Random(9)
-    text = tokens_of(rng, LONGEST - 2)
+    text = tokens_of(random.Random(9), LONGEST - 2)
     runtime.extend(text)
     branches = [[1, 2], [1, 3], [4]]
     expected = np.stack([truth(text + branch) for branch in branches])
@@ -242,8 +241,7 @@ def test_int8_branches_stay_close(tiny_ir: Callable[..., Path]) -> None:
     text, branches = tokens_of(rng, 45), [tokens_of(rng, 3) for _ in range(8)]
     runtime.extend(text)
     for depth in (1, 2, 3):
-        found = runtime.extend_branches([branch[:depth] for branch in branches])
-        for row, branch in zip(found, branches, strict=True):
+        for row, branch in zip(runtime.extend_branches([branch[:depth] for branch in branches]), branches, strict=True):
             plain.truncate(0)
             assert np.abs(row - plain.extend(text + branch[:depth])).max() < 0.1
 
@@ -256,8 +254,7 @@ def test_a_u8_cache_can_branch(tiny_ir: Callable[..., Path]) -> None:
     text, branches = tokens_of(rng, 45), [tokens_of(rng, 2) for _ in range(4)]
     runtime.extend(text)
     runtime.extend_branches([branch[:1] for branch in branches])
-    found = runtime.extend_branches(branches)
-    for row, branch in zip(found, branches, strict=True):
+    for row, branch in zip(runtime.extend_branches(branches), branches, strict=True):
         plain.truncate(0)
         plain.extend(text)
         plain.extend(branch[:1])

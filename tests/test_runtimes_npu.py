@@ -159,8 +159,7 @@ def test_a_rollback_and_a_commit_run_nothing(runtime: OpenVinoNpuRuntime, monkey
     runtime.truncate(30)
     runtime.extend(SECOND[:8])
     assert step.num_runs == 1
-    tree = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 3, 6]]
-    runtime.extend_branches(tree)
+    runtime.extend_branches([[1], [2], [1, 3], [1, 4], [2, 5], [1, 3, 6]])
     assert step.num_runs == 2
     runtime.extend_branches([[1, 3, 7], [2, 5, 8]])  # two new nodes, whose ways are kept
     assert step.num_runs == 3

@@ -135,8 +135,7 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
 
 def test_half_precision_caches_run_on_the_cpu_too(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
     """An export for CUDA can be checked without it: FP16 graph, FP16 cache, logits in FP32."""
-    path = graph("qwen2", "fp16")
-    assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), truth("qwen2")) < 0.1
+    assert worst_delta(OnnxRuntimeSequence(graph("qwen2", "fp16"), OPTIONS), truth("qwen2")) < 0.1
 
 
 def test_long_prompts_go_in_pieces(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
@@ -162,8 +161,7 @@ def test_a_graph_without_row_selection_is_driven_as_well(
     path = tmp_path / "plain"
     shutil.copytree(graph("llama", "fp32"), path)
     model = onnx.load(path / "model.onnx", load_external_data=False)
-    first_row = next(value for value in model.graph.input if value.name == "first_row")
-    model.graph.input.remove(first_row)
+    model.graph.input.remove(next(value for value in model.graph.input if value.name == "first_row"))
     for value in (*model.graph.input, *model.graph.output):
         if value.name.startswith(("past", "present")):
             value.type.tensor_type.shape.dim[3].dim_param = "head"

@@ -36,8 +36,7 @@ def edited(ir: Path, directory: Path, edit: Callable[[ov.Output], ov.Output]) ->
     """A copy of the IR whose logits are `edit(logits)`."""
     model = ov.Core().read_model(ir / "openvino_model.xml")
     result = model.output(0).get_node()
-    logits = result.input_value(0)
-    changed = edit(logits)
+    changed = edit(result.input_value(0))
     changed.set_names({"logits"})
     result.input(0).replace_source_output(changed)
     model.validate_nodes_and_infer_types()
@@ -60,8 +59,7 @@ def test_rows_are_gathered_before_the_lm_head(tiny_ir: Callable[..., Path], fami
     path = tiny_ir(family, int8=int8)
     assert load_paged_model(path, OPTIONS, tree_masks=True).gathers_rows
     every = all_logits(path)
-    runtime = OpenVinoPagedRuntime(path, OPTIONS)
-    three = runtime.forward([SequenceSlice(TOKENS, 0, [0, 1], 3)])
+    three = OpenVinoPagedRuntime(path, OPTIONS).forward([SequenceSlice(TOKENS, 0, [0, 1], 3)])
     assert three.shape == (3, TINY_VOCAB)
     assert np.abs(three - every[-3:]).max() < 1e-4
     assert np.abs(every - all_logits(tiny_ir(family))).max() < (0.5 if int8 else 1e-6)
@@ -106,8 +104,7 @@ def test_an_accepted_branch_can_be_moved(tiny_ir: Callable[..., Path]) -> None:
     assert runtime.why_no_trees is None
     runtime.forward([SequenceSlice(TOKENS[:31], 0, [5, 3], 0)])
     mask = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], np.uint8)
-    tree = SequenceSlice([7, 8, 9, 10], 31, [5, 3], 4, [31, 31, 32, 32], mask)
-    rows = runtime.forward([tree]).copy()
+    rows = runtime.forward([SequenceSlice([7, 8, 9, 10], 31, [5, 3], 4, [31, 31, 32, 32], mask)]).copy()
     runtime.move([3 * 32, 3 * 32 + 1], [5 * 32 + 31, 3 * 32])  # 8 and 9, across the end of a block
     moved = runtime.forward([SequenceSlice([11], 33, [5, 3], 1)]).copy()
     line = runtime.forward([SequenceSlice([*TOKENS[:31], 8, 9, 11], 0, [1, 2], 3)])
@@ -125,8 +122,7 @@ def test_masks_that_are_wrong_are_not_used(tiny_ir: Callable[..., Path], family:
 
 def test_trees_need_a_plain_load(tiny_ir: Callable[..., Path]) -> None:
     """Masks end batch invariance; a quantized cache cannot be moved. Both reasons name a remedy."""
-    invariant = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
-    assert "is_batch_invariant=False" in str(invariant.why_no_trees)
+    assert "is_batch_invariant=False" in str(OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS).why_no_trees)
     small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False, properties=U8))
     assert "use an f32 cache" in str(small.why_no_trees)
 

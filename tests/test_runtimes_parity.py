@@ -148,8 +148,7 @@ def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime
     batch = [SequenceSlice(FIRST[:40], 0, [0, 1, 2], 3), SequenceSlice(SECOND[:20], 0, [4, 3], 2)]
     params = [SamplingParams(), *[SamplingParams(temperature=0.8, top_p=0.9, seed=s) for s in range(4)]]
     positions = [38, 39, 40, 19, 20]
-    rows = runtime.forward(batch)
-    expected = [pick(row, p, i) for row, p, i in zip(rows, params, positions, strict=True)]
+    expected = [pick(row, p, i) for row, p, i in zip(runtime.forward(batch), params, positions, strict=True)]
     asked = [AskedRows(p, [position]) for p, position in zip(params, positions, strict=True)]
     assert runtime.forward_picks(batch, lambda: asked) == expected
 
@@ -221,8 +220,7 @@ def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth)
         return
     slots = [blocks[i // 32] * 32 + i % 32 for i in range(50, 55)]
     runtime.move([slots[2], slots[4]], [slots[1], slots[2]])  # the second branch, behind its root
-    following = runtime.forward([SequenceSlice([9], 53, blocks, 1)])
-    assert_close(following, truth([*FIRST[:50], a, c, e, 9])[-1:])
+    assert_close(runtime.forward([SequenceSlice([9], 53, blocks, 1)]), truth([*FIRST[:50], a, c, e, 9])[-1:])
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ def test_golden_keys(seed: int, position: int, key: int) -> None:
 )
 def test_golden_bits(seed: int, position: int, bits: list[int]) -> None:
     """The hash of token ids 0, 1, 2, 4095, 151935 and 2^31 - 1 is pinned bit by bit."""
-    tokens = np.array([0, 1, 2, 4095, 151935, 2**31 - 1])
-    assert noise_bits(seed, position, tokens).tolist() == bits
+    assert noise_bits(seed, position, np.array([0, 1, 2, 4095, 151935, 2**31 - 1])).tolist() == bits
 
 
 def test_noise_matches_its_specification_in_plain_integers() -> None:
@@ -161,8 +160,7 @@ def test_truncation_equals_transformers(logits: Logits, chosen: SamplingParams) 
         scores = MinPLogitsWarper(chosen.min_p)(None, scores)
     theirs = np.flatnonzero(np.isfinite(scores[0].numpy()))
     ours = survivors(logits, chosen)
-    border = logits[ours].min()
-    assert set(ours[logits[ours] > border]) <= set(theirs.tolist())
+    assert set(ours[logits[ours] > logits[ours].min()]) <= set(theirs.tolist())
     if chosen.top_p == 1.0:
         assert ours.tolist() == theirs.tolist()
     else:

@@ -38,19 +38,19 @@ def test_a_prefix_that_lost_its_blocks_comes_back(place: Path) -> None:
         assert harness.go_on(name)[0] == text  # the file stays: a turn can be generated again
 
 
-def test_another_engine_goes_on_with_it(place: Path) -> None:
+@pytest.mark.parametrize("always", [True, False])
+def test_another_engine_goes_on_with_it(place: Path, always: bool) -> None:
     """A hand-over: the first engine writes it at once, or at its end; in the second none of its blocks is computed."""
-    for always in (True, False):
-        with engine(place, always=always) as first:
-            name, tokens = first.keep()
-            first.spill.flush()
-            assert (first.engine.stats().totals.spilled == 1) == always
-        with engine(place) as second:
-            text, cached = second.go_on(name)
-            assert text == plain([*tokens, 3, 4], SAMPLED, 10)
-            assert cached == (len(tokens) - 1) // 4 * 4
-            assert second.engine.stats().totals.restored == 1
-            assert max(max(batch) for batch in second.batches) < 8
+    with engine(place, always=always) as first:
+        name, tokens = first.keep()
+        first.spill.flush()
+        assert (first.engine.stats().totals.spilled == 1) == always
+    with engine(place) as second:
+        text, cached = second.go_on(name)
+        assert text == plain([*tokens, 3, 4], SAMPLED, 10)
+        assert cached == (len(tokens) - 1) // 4 * 4
+        assert second.engine.stats().totals.restored == 1
+        assert max(max(batch) for batch in second.batches) < 8
 
 
 @pytest.mark.parametrize("salt", [b"", b"one"])

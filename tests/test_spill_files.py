@@ -231,8 +231,7 @@ def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPa
             assert run_session(client, body).tokens == target_tokens(body["prompt"], 4)
             assert not first.done()
             monkeypatch.setattr(spill_module, "_STUCK_S", 0.0)
-            item = {"prefix": [5], "prefix_hash": "a" * 32}
-            refused = client.post("/v1/verify", json={"items": [item] * 20})
+            refused = client.post("/v1/verify", json={"items": [{"prefix": [5], "prefix_hash": "a" * 32}] * 20})
             assert not first.done()
             answer = first.result()
         for each in (refused, answer):

@@ -11,23 +11,31 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
-from tests.fake_runtime import FakeBatchRuntime
+from tests.agents import asking, is_at_rest, truth
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
 from tests.raw_client import Raw, post
-from tests.serving import FakeServer, StepGate, code_of, serve_fake, target_tokens
+from tests.serving import StepGate, code_of, serve_fake, target_tokens
 from tests.test_cloud_draft_budget import Streaming, settle
-from tests.test_long_request import PROMPT, ROUTE, SESSION, At, Paced, chunk, long_head, posts, tree
+from tests.test_long_request import (
+    PROMPT,
+    ROUTE,
+    SESSION,
+    At,
+    chunk,
+    generate,
+    long_head,
+    num_taken,
+    posts,
+    serve_paced,
+    tree,
+)
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli.command_options import ServeOptions
 from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.drafting.depth import FixedDepth
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationResult, Mode
+from outrider.edge.results import Mode
 from outrider.models.client.checks import EventParser, SessionCheck
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointUnfit, ProtocolBroken
@@ -103,8 +111,7 @@ class Frames:
 
     def __init__(self, raw: Raw, body: dict[str, Any]) -> None:
         self._raw = raw
-        raw.send(post("/v1/sessions", json.dumps(body).encode()))
-        assert raw.answer()[0] == 200
+        assert raw.answer(post("/v1/sessions", json.dumps(body).encode()))[0] == 200
 
     def __iter__(self) -> Iterator[bytes]:
         while size := int(self._raw._stream.readline(), 16):
@@ -186,7 +193,7 @@ async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.
 
     stream = Streaming(steady=pace_of(None))
     await settle()
-    stream.commit(*range(100))
+    await stream.commit(*range(100))
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(stream.task, TIMEOUT_S)
     assert stream.num_closed == 1
@@ -210,33 +217,10 @@ def test_a_server_that_serves_steady_sessions_only_refuses_the_others(path: str,
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-def generate(
-    url: str, options: ClientOptions = STEADY, num_texts: int = 1
-) -> tuple[list[GenerationResult], VerifierClient]:
-    async def scenario() -> tuple[list[GenerationResult], VerifierClient]:
-        async with VerifierClient(url, options) as client:
-            agent = StreamAgent(Endpoints([client]), drafter(0.8), FixedDepth(4))
-            return [await agent.generate(asking(seed, max_tokens=40)) for seed in range(num_texts)], client
-
-    return asyncio.run(asyncio.wait_for(scenario(), 2 * TIMEOUT_S))
-
-
-def paced_server(settings: ServerSettings | None = None) -> tuple[Any, Paced]:
-    pace = Paced()
-    return serve_fake(settings, runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pace)), pace
-
-
-def follow(pace: Paced, server: FakeServer) -> None:
-    sessions = server.core.sessions
-    pace.count = lambda: sum(session.line._num for session in list(sessions.values()))
-
-
 def test_a_steady_text_is_the_same_in_full_frames() -> None:
     """Drafts are accepted; every byte of a body belongs to a whole frame or a padded request."""
-    serving, pace = paced_server()
-    with serving as server:
-        follow(pace, server)
-        results, _ = generate(server.url, num_texts=2)
+    with serve_paced(num_taken) as server:
+        results, _ = generate(server.url, 2, STEADY)
         wait_until(lambda: is_at_rest(server) and posts(server) == {204: 2})
         assert {route for route, _, status in server.core.metrics.requests} >= {ROUTE, "/v1/sessions"}
     for seed, result in enumerate(results):
@@ -248,10 +232,8 @@ def test_a_steady_text_is_the_same_in_full_frames() -> None:
 
 def test_a_device_becomes_steady_where_the_server_is() -> None:
     """It is refused once, and asks at once as the server wants it."""
-    serving, pace = paced_server(ServerSettings(needs_steady=True))
-    with serving as server:
-        follow(pace, server)
-        results, _ = generate(server.url, ClientOptions(), num_texts=2)
+    with serve_paced(num_taken, ServerSettings(needs_steady=True)) as server:
+        results, _ = generate(server.url, 2)
         wait_until(lambda: is_at_rest(server))
         opened = {
             status: num for (route, _, status), num in server.core.metrics.requests.items() if route == "/v1/sessions"
@@ -275,12 +257,10 @@ async def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
 @pytest.mark.parametrize("how", ["buffers", "refuses", "cuts"])
 def test_a_way_that_passes_no_long_request_costs_drafts_and_shows_nothing(how: str) -> None:
     """No draft goes elsewhere; the text is the same."""
-    serving, pace = paced_server()
-    with serving as server:
-        follow(pace, server)
+    with serve_paced(num_taken) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with AgainstLongRequests(how, host, int(port)) as proxy:
-            (result,), _ = generate(proxy.url)
+            (result,), _ = generate(proxy.url, 1, STEADY)
         assert result.tokens == truth(asking(0, max_tokens=40)) and result.num_failed_posts > 0
         assert result.num_failed_posts == result.num_posts or how == "cuts"
         assert (result.wire.body_up - LEAST_BODY_BYTES) % FRAME_BYTES == 0

@@ -187,8 +187,7 @@ def compare_company(kind: Heads, data: st.DataObject, patch: pytest.MonkeyPatch)
     cut = data.draw(st.integers(1, length - 1))
     parts = [SequenceSlice([0] * cut, 0, blocks, 0), SequenceSlice([0] * (length - cut), cut, blocks, 0)]
     pieces = zip(parts, (query[:cut], query[cut:]), strict=True)
-    chunks = [attend([part], kind, own, keys, values, sinks) for part, own in pieces]
-    assert torch.equal(torch.cat(chunks), alone)
+    assert torch.equal(torch.cat([attend([part], kind, own, keys, values, sinks) for part, own in pieces]), alone)
 
     # Beside another sequence, in either order.
     other = SequenceSlice([0] * 3, data.draw(st.integers(0, 30)), free[:5], 0)

@@ -53,8 +53,7 @@ def commit(on: Book, served: Served, *tokens: int) -> tuple[int, int, int]:
 def test_terms_survive_the_way_through_vllm() -> None:
     """As plain types; requests of others have none."""
     terms = Terms(7, SAMPLED, 20, DraftHints((1, 2), patience_ms=5.0, lag_ms=3.0), True, None)
-    carried = json.loads(json.dumps(terms.extra_args()))
-    assert terms_of(carried) == terms
+    assert terms_of(json.loads(json.dumps(terms.extra_args()))) == terms
     assert terms_of(None) is None and terms_of({}) is None
 
 
@@ -62,8 +61,7 @@ def test_drafts_become_a_path_and_alternatives_stay() -> None:
     """The likeliest path is verified; after a commit that took the other branch, that branch is."""
     on, clock = book()
     served = on.open(Terms(1, SAMPLED, 20), [9, 9, 9])
-    tree = TreeDraft(0, 0, [5, 6, 7, 8], [ROOT, 0, 0, 2], [15, 15, 13, 15])
-    on.take_tree(1, tree, clock.now)
+    on.take_tree(1, TreeDraft(0, 0, [5, 6, 7, 8], [ROOT, 0, 0, 2], [15, 15, 13, 15]), clock.now)
     assert verified(on, served) == [5, 6]
     assert commit(on, served, 5, 7) == (0, 1, 2)
     assert verified(on, served) == [8] and served.tokens == [9, 9, 9, 5, 7]
@@ -128,11 +126,9 @@ def test_an_item_has_its_answer_after_its_draft(passes: list[list[int]], is_answ
     on, _ = book()
     served = on.open(Terms(1, SAMPLED, 20, hints=DraftHints((1, 2, 3)), once=True), [9])
     assert verified(on, served) == [1, 2, 3]
-    found = []
-    for tokens in passes:
+    for tokens, expected in zip(passes, is_answered, strict=True):
         commit(on, served, *tokens)
-        found.append(served.is_answered)
-    assert found == is_answered
+        assert served.is_answered == expected
 
 
 def test_a_probe_verifies_what_it_is_told_and_teaches_nothing_else() -> None:

@@ -1,11 +1,17 @@
-"""Tests how drafts of the target's own heads join the device's, and when they are asked for. No vLLM runs."""
+"""Tests what a step of vLLM's gets: drafts of the target's own heads beside the device's, and who has a place in it.
+
+No vLLM runs.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
+import numpy as np
 import pytest
 from tests.engine_harness import Clock
 
@@ -15,6 +21,7 @@ from outrider.cloud.pending.trie import HEAD_KINDS, DraftTrie
 from outrider.cloud.seam import DraftHints
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.heads import MTP, NUM_DRAFTED, Heads, heads_config
+from outrider.cloud.vllm.step_shares import StepShares
 from outrider.cloud.vllm.terms import Terms
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
@@ -93,18 +100,17 @@ def test_a_newer_draft_replaces_what_is_left_of_an_older_one() -> None:
     assert verified(on, served)[:2] == [6, 7] and 4 not in verified(on, served)
 
 
-def test_the_likelier_draft_is_verified() -> None:
+@pytest.mark.parametrize("device_is_right", [False, True])
+def test_the_likelier_draft_is_verified(device_is_right: bool) -> None:
     """The heads' where the device has been wrong, the device's where it has been right and is longer."""
-    for device_is_right in (False, True):
-        on, clock = book()
-        served = on.open(Terms(1, GREEDY, 400), [9])
-        text = [n % 50 for n in range(200)]
-        for at in range(0, 90, 3):
-            drafted = text[at : at + 8] if device_is_right else [77] * 8
-            on.take_paths(1, at, [drafted], clock.now)
-            heads = [*text[at + 3 : at + 4], 88, 88, 88] if device_is_right else text[at + 3 : at + 7]
-            chosen = step(on, served, text[at : at + 3], heads)
-        assert chosen[:3] == text[87:90]
+    on, clock = book()
+    served = on.open(Terms(1, GREEDY, 400), [9])
+    text = [n % 50 for n in range(200)]
+    for at in range(0, 90, 3):
+        on.take_paths(1, at, [text[at : at + 8] if device_is_right else [77] * 8], clock.now)
+        heads = [*text[at + 3 : at + 4], 88, 88, 88] if device_is_right else text[at + 3 : at + 7]
+        chosen = step(on, served, text[at : at + 3], heads)
+    assert chosen[:3] == text[87:90]
 
 
 def test_items_and_probes_have_no_heads() -> None:
@@ -162,8 +168,7 @@ def test_they_draft_where_the_device_is_silent() -> None:
     """After a step in which anybody goes on."""
     heads, on, _ = measured(1.2)
     served = on.open(Terms(1, GREEDY, 40), [9])
-    found = [heads.draft_after([served.drafts], is_probing=False) for _ in range(50)]
-    assert found == [NUM_DRAFTED] * 50
+    assert [heads.draft_after([served.drafts], is_probing=False) for _ in range(50)] == [NUM_DRAFTED] * 50
     assert heads.draft_after([], is_probing=False) == 0
 
 
@@ -192,3 +197,77 @@ def test_heads_that_take_too_long_rest() -> None:
     heads, on, _ = measured(6.0)
     served = on.open(Terms(1, GREEDY, 40), [9])
     assert sum(heads.draft_after([served.drafts], is_probing=False) > 0 for _ in range(60)) == 0
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+NUM_SLOTS: Final = 2
+
+
+class Steps:
+    """Steps of a scheduler with slots for two sequences."""
+
+    def __init__(self) -> None:
+        self.places = StepShares(num_places=NUM_SLOTS, step_tokens=64)
+        self.running: set[Served] = set()
+        self._book = Book(max_draft=4, policy=Policy.AUTO, looks_up=False, clock=time.monotonic)
+        self._number = 0
+
+    def open(self, owner: bytes, priority: int = 0) -> Served:
+        self._number += 1
+        terms = Terms(number=self._number, params=SamplingParams(), max_tokens=8, owner=owner, priority=priority)
+        served = self._book.open(terms, [1, 2, 3])
+        self.places.open(served)
+        return served
+
+    def step(self, *, commits: bool = True) -> list[Served]:
+        """The sequences that got a slot."""
+        newcomers = self.places.newcomers(self._make_room)
+        if commits:
+            for served in self.running:
+                self.places.committed(served)
+        return newcomers
+
+    def _make_room(self, served: Served, givers: Callable[[], list[Served]]) -> bool:
+        if len(self.running) == NUM_SLOTS:
+            found = givers()
+            if not found:
+                return False
+            self.running.remove(found[0])
+            self.places.returned(found[0])
+        self.running.add(served)
+        return True
+
+
+def test_who_has_priority_waits_for_no_turn() -> None:
+    """Others of its priority wait until a sequence had its turn; who has a higher one takes a slot at once."""
+    steps = Steps()
+    held = {steps.open(b"many"), steps.open(b"many")}
+    assert set(steps.step(commits=False)) == held
+    equal, urgent = steps.open(b"other"), steps.open(b"urgent", priority=5)
+    assert steps.step() == []  # without a token nobody gives way: each admission commits one at least
+    assert steps.step() == [urgent]
+    assert urgent in steps.running and equal not in steps.running and len(steps.running & held) == 1
+    assert steps.step() == []  # nobody with a lower priority takes its slot, or another's before the turn
+
+
+def test_prompts_have_at_most_a_steps_time_beside_another_owners_texts() -> None:
+    """And beside three owners' a third of that on average; those of an owner alone have all there is."""
+    steps = Steps()
+    prompts = [steps.open(b"many"), steps.open(b"many")]
+    texts = [steps.open(b"text %d" % i) for i in range(3)]
+    for prompt in prompts:
+        prompt.num_wanted = 1000
+    added = np.arange(1, 257) / 20  # of a step, for 1, 2, ... tokens
+
+    def given(num_texts: int) -> list[int]:
+        found = []
+        for _ in range(63):
+            steps.step()
+            found.append(sum(steps.places.prompt_shares(prompts, 256, texts[:num_texts], added).values()))
+        return found
+
+    assert set(given(0)) == {256}
+    assert set(given(1)) == {0, 20}
+    assert given(1).count(0) == 1  # one step of 64 is timed without
+    three = given(3)
+    assert set(three) == {0, 20} and 19 <= three.count(20) <= 22
