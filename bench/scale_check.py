@@ -3,12 +3,15 @@
 `bench.load` runs with steps that sleep. The simulation plays the same texts with the same recorded drafts, and takes
 from the machine constants, none of which depends on the number of sessions or on the mode:
 
-  late, around  ms that a step takes longer than it sleeps for, and ms of the server between two steps, each for a step
-                and for a token of it: its own clock (/metrics), cloud-only at the fewest and at the most sessions: two
-                equations each, so tokens/s of cloud-only at these two agree by construction
-  answer        ms of the core that all devices of `bench.load` share, for a commit and its answer: this process's
-                processor time over the commits of a run of stream at the most sessions
-  message       ms of a message: half of a draft's lag as /metrics has it at the fewest sessions, less the answer
+  late           ms that a step takes longer than it sleeps for, for a step and for a token of it
+  around, merge  ms of the server between two steps, for a step and for a pass of it; and for a pass with drafts beyond
+                 that. Its own clock (/metrics), cloud-only at the fewest and at the most sessions, stream at the most:
+                 tokens/s of cloud-only at these two agree by construction
+  answer         ms of the core that all devices of `bench.load` share, for a commit and its answer: this process's
+                 processor time over the passes of a run of stream at the most sessions
+  message        ms of a message: half of a draft's lag as /metrics has it at the fewest sessions, less the answer
+  handle         ms of the server's event loop for a draft: by how much the lag grows with each session that commits in
+                 the same step, less the answer: stream, the fewest and the most sessions
 
 Medians of as many runs as the bench has. Whether an answer comes before the next step begins or after it decides much,
 so on a busy machine they mislead: run it on a quiet one. Its devices answer each commit once.
@@ -82,12 +85,16 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Of this machine, in ms; late and around: of a step, and of each of its tokens."""
+    """Of this machine, in ms, as the module says. late: of a step, and of each of its tokens. around: of a step, and of
+    each of its passes.
+    """
 
     late: tuple[float, float]
     around: tuple[float, float]
+    merge: float
     answer: float
     message: float
+    handle: float
 
 
 COUNTED: Final = (
@@ -97,6 +104,7 @@ COUNTED: Final = (
     "engine_overhead_seconds_total",
     "draft_lag_seconds_count",
     "draft_lag_seconds_sum",
+    "target_passes_total",
 )
 
 
@@ -121,15 +129,20 @@ def constants(subject: load.Subject, options: argparse.Namespace) -> Constants:
             tokens.append(num_tokens / num_steps)
             late.append(1e3 * model_s / num_steps - step_ms - extra_ms * (tokens[-1] - 1.0))
             around.append(1e3 * around_s / num_steps)
-        *_, num_lags, lag_s = served(subject, load.STREAM, few)
+        line = line_through(tokens, around)
+        *_, num_lags, lag_s, _ = served(subject, load.STREAM, few)
+        lag = 1e3 * lag_s / num_lags
         began_s = time.process_time()
-        num_commits = sum(len(session.commits) for session in subject.run(load.STREAM, many))
-        answer = 1e3 * (time.process_time() - began_s) / num_commits
-        message = max(0.0, 1e3 * lag_s / num_lags - answer) / 2.0
-        return *line_through(tokens, late), *line_through(tokens, around), answer, message
+        num_steps, _, _, around_s, num_lags, lag_s, num_passes = served(subject, load.STREAM, many)
+        answer = 1e3 * (time.process_time() - began_s) / num_passes
+        together = num_passes / num_steps
+        merge = (1e3 * around_s / num_steps - at(line, together)) / together
+        # Of those that commit together, one waits for half of the others on average.
+        queued = (1e3 * lag_s / num_lags - lag) / ((together - 1.0) / 2.0)
+        return *line_through(tokens, late), *line, merge, answer, (lag - answer) / 2.0, queued - answer
 
-    found = [median(values) for values in zip(*(once() for _ in range(options.runs)), strict=True)]
-    return Constants((found[0], found[1]), (found[2], found[3]), found[4], found[5])
+    found = [max(0.0, median(values)) for values in zip(*(once() for _ in range(options.runs)), strict=True)]
+    return Constants((found[0], found[1]), (found[2], found[3]), *found[4:])
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -147,19 +160,25 @@ class Simulated:
     """The verifiers of `bench.load`, simulated."""
 
     def __init__(self, subject: load.Subject, found: Constants, step_ms: float, extra_ms: float) -> None:
-        self._subject, self._found = subject, found
+        self._subject, self._found, self._is_drafted = subject, found, False
         self._verifiers = {
             policy: Verifier(
                 lambda sequences, tokens: (step_ms + extra_ms * (tokens - 1) + at(found.late, tokens)) / 1e3,
                 len(subject.orders),
-                host_s=lambda passes, tokens, step_s: at(found.around, tokens) / 1e3,
+                host_s=self._host_s,
                 policy=Policy(policy),
+                message_s=found.handle / 1e3,
             )
             for policy in set(load.SERVER_OF.values())
         }
 
+    def _host_s(self, passes: int, tokens: int, step_s: float) -> float:
+        merging = self._found.merge * passes if self._is_drafted else 0.0
+        return (at(self._found.around, passes) + merging) / 1e3
+
     def run(self, mode: str, count: int) -> load.Figures:
         """As `Subject.run`."""
+        self._is_drafted = mode != load.CLOUD_ONLY
         subject, half_s = self._subject, self._found.message / 1e3
         verifier, core = self._verifiers[load.SERVER_OF[mode]], Core(self._found.answer / 1e3)
         peers: list[Peer] = []

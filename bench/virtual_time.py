@@ -13,9 +13,11 @@ import heapq
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Final, NamedTuple
 
 from bench.load_devices import Device, Session
@@ -43,6 +45,7 @@ VOCAB_SIZE: Final = 4096
 _BLOCK_SIZE: Final = 16
 _MAX_POSITIONS: Final = 4096
 _LIMITS: Final = TreeLimits()
+_SWITCH_S: Final = sys.getswitchinterval()
 _KNOWN_BY: Final = 5
 """Times of a size, more than its calibration has."""
 RIGHT, WRONG = 1, 2
@@ -219,15 +222,17 @@ class Peer:
         self._down, self._up = links or (Link(), Link())
         self._stands_for = stands_for
         self._engine: Engine | None = None
+        self._loop = Core()
         self._is_drafting, self._epoch = False, 0
         self._unsent_since: float | None = None
+        self._leaving = list[CommitEvent]()
         self._id = 0
         self.is_over = False
         self.session = Session()
 
-    def begin(self, engine: Engine, number: int, patience_ms: float | None) -> None:
-        """Asks for its text."""
-        self._engine = engine
+    def begin(self, engine: Engine, loop: Core, number: int, patience_ms: float | None) -> None:
+        """Asks for its text. loop: the server's event loop."""
+        self._engine, self._loop = engine, loop
         lag_ms = self._device.estimates.lag_ms if self._device is not None else None
         request = GenerateRequest(
             (number,) * self.text.num_prompt,
@@ -246,7 +251,13 @@ class Peer:
             if self._drafting is Drafting.BESIDE and self._device is not None:
                 self._device.on_commit(event.base, event.tokens)
                 self._is_drafting = True
-            self._timeline.at(self._down.arrival(self._timeline.now), lambda: self._arrived(event))
+            self._leaving.append(event)
+
+    def send_commits(self) -> None:
+        """Lets leave what was committed: the server has come to its messages."""
+        for event in self._leaving:
+            self._timeline.at(self._down.arrival(self._timeline.now), partial(self._arrived, event))
+        self._leaving.clear()
 
     def _arrived(self, event: CommitEvent) -> None:
         if self._device is not None and self._drafting is Drafting.ANSWERS:
@@ -307,7 +318,7 @@ class Peer:
     def _posted(self, body: bytes, began: float) -> None:
         """At the verifier, whose answer tells the device the round trip."""
         assert self._device is not None
-        self._post(body)
+        self._timeline.at(self._loop.done_at(self._timeline.now), partial(self._post, body))
         estimates = self._device.estimates
         answered = self._down.arrival(self._timeline.now)
         self._timeline.at(answered, lambda: estimates.on_posted(1e3 * (answered - began)))
@@ -340,7 +351,7 @@ class Verifier:
     """The engine, on a timeline. What it has learned stays from run to run, as a server's does.
 
     progress: after each step and wait. host_s: of the server around a step. beside_s: of all calls before a step of a
-    draft beside the target, by the sequences that it drafts for.
+    draft beside the target, by the sequences that it drafts for. message_s: of the event loop, for a draft.
     """
 
     def __init__(
@@ -351,12 +362,14 @@ class Verifier:
         host_s: HostTime = lambda passes, tokens, step_s: 0.0,
         policy: Policy = Policy.AUTO,
         beside_s: Callable[[int], float] | None = None,
+        message_s: float = 0.0,
     ) -> None:
         self.timeline = Timeline()
         self.progress = list[Progress]()
         self._host_s, self._beside_s, self._max_running = host_s, beside_s, max_running
+        self._loop = Core(message_s)
         self._runtime = KnownTexts(self.timeline, step_s)
-        config = EngineConfig(max_running=max_running, policy=policy, form=TreeForm.LINE, share_prefixes=False)
+        config = EngineConfig(max_running=max_running, policy=policy, form=TreeForm.LINE)
         self._engine = Engine(self._runtime, config, clock=lambda: self.timeline.now)
         self._engine.calibrate()
 
@@ -373,27 +386,38 @@ class Verifier:
         """All sessions at once, to their end, or until they have so many tokens in all."""
         self._runtime.texts = [peer.text for peer in peers]
         for number, peer in enumerate(peers):
-            peer.begin(self._engine, number, patience_ms=None if self._beside_s is None else 0.0)
+            peer.begin(self._engine, self._loop, number, patience_ms=None if self._beside_s is None else 0.0)
         totals = self._engine.stats().totals
         num_before = totals.committed
         while totals.committed - num_before < most_tokens and not all(peer.is_over for peer in peers):
             if self._beside_s is not None and (num_drafting := sum(peer.guess_beside() for peer in peers)):
                 self.timeline.run_until(self.timeline.now + self._beside_s(num_drafting))
-            self._step()
+            self._step(peers)
             totals = self._engine.stats().totals
             self.progress.append(Progress(self.timeline.now, totals.committed, totals.passes))
         if most_tokens == math.inf:
             self.timeline.drain()
         return [peer.session for peer in peers]
 
-    def _step(self) -> None:
-        """A step and the server's part of it; or what happens until one may begin."""
+    def _step(self, peers: Sequence[Peer]) -> None:
+        """A step and the server's part of it, then its messages; or what happens until one may begin.
+
+        One interpreter runs the engine's thread and the event loop, so commits leave when the engine has done its part
+        and waits for the model, or for drafts: too late for answers to the next step, unless it waits for them.
+        """
         num_steps, num_passes, began = self._runtime.num_steps, self._engine.stats().totals.passes, self.timeline.now
         wait_s, now = self._engine.step(), self.timeline.now
         if self._runtime.num_steps > num_steps:
             num_passes = self._engine.stats().totals.passes - num_passes
-            return self.timeline.run_until(now + self._host_s(num_passes, self._runtime.num_tokens, now - began))
+            self.timeline.run_until(now + self._host_s(num_passes, self._runtime.num_tokens, now - began))
+            for peer in peers:
+                peer.send_commits()
+            return
         until = min(self.timeline.next_at, math.inf if wait_s is None else now + wait_s)
         if until == math.inf:
             raise RuntimeError("the engine waits for nothing that will happen")
         self.timeline.run_until(until)
+        # The event loop keeps the interpreter while drafts queue, until it has to give way.
+        latest = self.timeline.now + _SWITCH_S
+        while (begins := min(self._loop.free_at, latest)) > self.timeline.now:
+            self.timeline.run_until(begins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -13,13 +14,16 @@ from bench.load_devices import Device
 from bench.scale import OnPaper
 from bench.scale_check import drafting_on, line_through
 from bench.virtual_replica import BESIDE, DEVICES, HOST, NONE, RANKS, WAYS, Field, Host, Machine, simulate
-from bench.virtual_time import RIGHT, Drafting, Link, Peer, RankedDraft, Text, Timeline, Verifier
+from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, Text, Timeline, Verifier
 
+from outrider.cloud.engine import Policy
 from outrider.export.report.simulation.ranks import MISSED, Picked, Ranks
 from outrider.models.bundle.speed_up import tokens_per_pass
 
 STEP_S = 0.04
 ALONE = Machine(lambda sequences, tokens: STEP_S + 3e-4 * (tokens - 1), lambda sequences: 0.004)
+SURE = Ranks((tuple(Picked(0, (9.0,) * 7) for _ in range(8)),))
+"""Of a draft whose first guess is always right."""
 NEARBY = Field(draft_ms=1.0, rtt_ms=0.0, jitter_ms=0.0)
 
 
@@ -57,12 +61,11 @@ def test_a_round_trip_costs_drafts_their_use() -> None:
 def turns(gamma: int, draft_s: float, num_texts: int) -> Figures:
     """Texts that take turns, one a step, with drafts of one right guess for each that is right or not by itself."""
     verifier = Verifier(lambda sequences, tokens: STEP_S, 1, beside_s=lambda count: gamma * draft_s)
-    sure = Ranks((tuple(Picked(0, (9.0,) * 7) for _ in range(8)),))
     peers = [
         Peer(
             verifier.timeline,
             Text([RIGHT] * (1 + 40 * (gamma + 1))),
-            Device(RankedDraft(sure, 1, number), gamma, 1),
+            Device(RankedDraft(SURE, 1, number), gamma, 1),
             Drafting.BESIDE,
         )
         for number in range(num_texts)
@@ -76,6 +79,38 @@ def test_drafts_from_devices_serve_as_many_more_as_the_paper_says() -> None:
     beside, devices = turns(gamma, draft_s, 1), turns(gamma, 0.0, 1)
     assert devices.tokens_per_s / beside.tokens_per_s == pytest.approx(1.0 + gamma * draft_s / STEP_S)
     assert devices.tokens_per_s == pytest.approx((gamma + 1) / STEP_S)
+
+
+def test_commits_leave_when_the_server_has_done_its_part() -> None:
+    """After the step and what the server does around it."""
+    host_s = 0.01
+    verifier = Verifier(lambda sequences, tokens: STEP_S, 1, host_s=lambda passes, tokens, step_s: host_s)
+    began = verifier.timeline.now
+    (session,) = verifier.run([Peer(verifier.timeline, Text([RIGHT] * 3))])
+    arrived = [began + number * (STEP_S + host_s) for number in (1, 2, 3)]
+    assert [at for at, _ in session.commits] == pytest.approx(arrived)
+
+
+@pytest.mark.parametrize(("message_s", "passes"), [(0.0, [1, 3]), (0.001, [4, 4])])
+def test_drafts_that_queue_reach_the_same_step(message_s: float, passes: list[int]) -> None:
+    """Four answers, a millisecond apart: the first one begins a step, unless the event loop has the interpreter."""
+    verifier = Verifier(lambda sequences, tokens: STEP_S, 4, policy=Policy.VERIFY, message_s=message_s)
+    core = Core(0.001)
+    verifier.run(
+        [
+            Peer(
+                verifier.timeline,
+                Text([RIGHT] * 41),
+                Device(RankedDraft(SURE, 1, number), 4, 1),
+                Drafting.ANSWERS,
+                core,
+            )
+            for number in range(4)
+        ]
+    )
+    totals = [each.passes for each in verifier.progress]
+    steps = [after - before for before, after in pairwise(totals) if after > before]
+    assert sorted(steps[3:5]) == passes
 
 
 def test_acceptance_is_that_of_the_ranks() -> None:
