@@ -6,7 +6,7 @@ than they would cost the verifier's machine: nothing. Figures are taken while al
 first commit to the first session's end.
 
   tokens/s       of all sessions
-  p50, p95, p99  ms between two arrivals of text at one device; tokens that arrive together are one arrival
+  p50, p95, p99  ms between two arrivals of text at one device, both in that time; tokens that arrive together are one
   passes/token   a pass is one session's part of a step; over the whole texts, the pass of the prompt left out
 
     python -m bench.load [--widen 1200] [--sessions 1 4 16 64] [--runs 3] [--json PATH]
@@ -91,7 +91,8 @@ class Figures:
             for at, tokens in session.commits[1:]:
                 if begin < at <= end:
                     num_tokens += len(tokens)
-                    gaps.append(1e3 * (at - before))
+                    if before >= begin:  # otherwise it has another session's prompt in it
+                        gaps.append(1e3 * (at - before))
                 before = at
         if not num_tokens:
             raise ValueError("no time in which all sessions run; raise --max-tokens")

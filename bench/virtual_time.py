@@ -331,9 +331,10 @@ class Peer:
             pass  # a stale draft, or a session that is over: a device leaves such an answer alone
 
     def guess_beside(self) -> bool:
-        """Drafts for the next step. Returns whether it did: once the text has begun, and until it is over."""
+        """Drafts for the next step. Returns whether it did: once after each commit, until the text is over."""
         if self._device is None or not self._is_drafting or self.is_over:
             return False
+        self._is_drafting = False
         if (body := self._device.answer()) is not None:
             self._post(body)
         return True
