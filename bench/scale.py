@@ -228,7 +228,7 @@ def on_paper(console: Console, targets: Sequence[OnPaper], client_rates: Sequenc
 
 def check(console: Console, num_runs: int, path: Path | None) -> int:
     """The simulation beside what it simulates."""
-    pairs = compare_load(("--emulate", "40", "0.3", "--runs", str(num_runs)), console)
+    pairs = compare_load(("--emulate", "40", "0.3", "--max-tokens", "128", "--runs", str(num_runs)), console)
     pairs += compare_capacity(("--runs", str(num_runs)))
     pairs += compare_devices((40.0, 1.0, 1.0), (0.0, 10.0, 50.0, 100.0), num_runs)
     table = figures_table("The simulation, checked", "figure", "measured", "simulated", "ratio", left=("figure",))

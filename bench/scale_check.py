@@ -9,9 +9,9 @@ from the machine constants, none of which depends on the number of sessions or o
                  tokens/s of cloud-only at these two agree by construction
   answer         ms of the core that all devices of `bench.load` share, for a commit and its answer: this process's
                  processor time over the passes of a run of stream at the most sessions
-  message        ms of a message: half of a draft's lag as /metrics has it at the fewest sessions, less the answer
+  message        ms of a message: half of a draft's lag as /metrics has it at the fewest sessions, less the other parts
   handle         ms of the server's event loop for a draft: by how much the lag grows with each session that commits in
-                 the same step, less the answer: stream, the fewest and the most sessions
+                 the same step, where that is more than the answer, else 0: stream, the fewest and the most sessions
 
 Medians of as many runs as the bench has. Whether an answer comes before the next step begins or after it decides much,
 so on a busy machine they mislead: run it on a quiet one. Its devices answer each commit once.
@@ -137,12 +137,25 @@ def constants(subject: load.Subject, options: argparse.Namespace) -> Constants:
         answer = 1e3 * (time.process_time() - began_s) / num_passes
         together = num_passes / num_steps
         merge = (1e3 * around_s / num_steps - at(line, together)) / together
-        # Of those that commit together, one waits for half of the others on average.
-        queued = (1e3 * lag_s / num_lags - lag) / ((together - 1.0) / 2.0)
-        return *line_through(tokens, late), *line, merge, answer, (lag - answer) / 2.0, queued - answer
+        # A lag begins at the commit, so the server's part of the step is in it.
+        one, all_at_once = lag - at(line, few) - few * merge, 1e3 * lag_s / num_lags - at(line, together)
+        found = messages(one, all_at_once - together * merge, together, answer)
+        return *line_through(tokens, late), *line, merge, answer, *found
 
     found = [max(0.0, median(values)) for values in zip(*(once() for _ in range(options.runs)), strict=True)]
     return Constants((found[0], found[1]), (found[2], found[3]), *found[4:])
+
+
+def messages(one: float, many: float, together: float, answer: float) -> tuple[float, float]:
+    """ms of a message, and of the event loop for a draft, from how long drafts are under way: alone, and on average of
+    so many that leave together.
+
+    They pass two queues, the devices' core and the event loop: each one that is before a draft adds what the slower
+    queue takes. An event loop that is the faster one does not show, and counts as 0.
+    """
+    queued = (many - one) / ((together - 1.0) / 2.0)
+    handle = queued if queued > answer else 0.0
+    return max(0.0, one - answer - handle) / 2.0, handle
 
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

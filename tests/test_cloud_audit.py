@@ -98,10 +98,10 @@ def test_downloads_are_written_and_lists_are_not(tmp_path: Path) -> None:
 
 
 def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> None:
-    """Some get a line with the error's code; a flood becomes one count per route, status and code."""
-    path = tmp_path / "audit.jsonl"
+    """20 in ten seconds get a line with the error's code; the others are one count per route, status and code."""
+    path, now = tmp_path / "audit.jsonl", [0.0]
     with (
-        closing(AuditLog(path, clock=lambda: 0.0)) as log,  # one window, until the log is closed
+        closing(AuditLog(path, clock=lambda: now[0])) as log,
         serve_fake(settings_of(log)) as server,
         httpx.Client(base_url=server.url) as client,
     ):
@@ -112,12 +112,18 @@ def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> No
         assert client.get("/metrics", headers=HEADERS).status_code == 403
         unknown = {"prompt": [10**6], "max_tokens": 2}  # which the engine refuses
         assert client.post("/v1/sessions", json=unknown, headers=HEADERS).status_code == 400
+        now[0] = 9.9
+        assert client.post("/v1/completions", json={}).status_code == 401
+        now[0] = 10.1
+        wait_until(lambda: len(lines_of(path)) == MAX_REFUSED_LINES + 5)
+        assert client.post("/v1/completions", json={}).status_code == 401
     lines = lines_of(path)
-    single, many = lines[:MAX_REFUSED_LINES], lines[MAX_REFUSED_LINES:]
+    single, many = [*lines[:MAX_REFUSED_LINES], lines[-1]], lines[MAX_REFUSED_LINES:-1]
     assert {(line["status"], line["end"], line["key"]) for line in single} == {(401, "unauthorized", None)}
+    assert len(many) == 5
     counts = {(line["endpoint"], line["status"], line["end"]): line["refused_requests"] for line in many}
     assert counts == {
-        ("/v1/completions", 401, "unauthorized"): 30,
+        ("/v1/completions", 401, "unauthorized"): 31,
         ("/v1/completions", 400, "invalid_parameter"): 1,
         ("/v1/sessions/{session_id}/drafts", 401, "unauthorized"): 1,
         ("/metrics", 403, "scope_missing"): 1,

@@ -145,6 +145,27 @@ def test_clients_share_a_scrape(group: list[FakeReplica], monkeypatch: pytest.Mo
         assert len(asked) == 4
 
 
+def test_replicas_are_asked_once_a_second(group: list[FakeReplica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again before it is over."""
+    asked: list[str] = []
+
+    async def fetch(self: Forwarder, member: Member, path: str) -> bytes:
+        asked.append(member.report.tag)
+        return b""
+
+    async def scraped(front: Front) -> list[int]:
+        found: list[int] = []
+        for now_s in (100.0, 100.99, 101.01, 102.0):
+            monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda now_s=now_s: now_s)
+            await front._metrics()
+            found.append(len(asked))
+        return found
+
+    monkeypatch.setattr(Forwarder, "fetch", fetch)
+    with serve_front(group) as front:
+        assert asyncio.run(scraped(front.front)) == [2, 2, 4, 4]
+
+
 def test_a_scrape_without_a_replica_has_the_others(group: list[FakeReplica]) -> None:
     """And says how many it has."""
     with serve_front([FakeReplica(group[0].server, report_of("00dead", "http://127.0.0.1:9")), group[0]]) as front:

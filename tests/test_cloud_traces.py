@@ -168,13 +168,16 @@ def test_no_client_makes_the_server_record_everything() -> None:
 
 
 def test_the_budget_of_spans_fills_up_again_and_forgets_owners() -> None:
-    """Per owner and in all; its memory is bounded."""
+    """Of an owner 20 at once and 5 a second, in all 100 and 20; its memory is bounded."""
     now = [0.0]
-    budget = SpanBudget(TraceLimits(owner_per_s=1.0, owner_burst=2.0, per_s=10.0, burst=3.0), lambda: now[0])
-    assert [budget.spend(b"a") for _ in range(3)] == [True, True, False]
-    assert [budget.spend(b"b") for _ in range(2)] == [True, False]  # in all
+    budget = SpanBudget(TraceLimits(), lambda: now[0])
+
+    def recorded(*owners: bytes) -> int:
+        return sum(budget.spend(owner) for owner in owners for _ in range(30))
+
+    assert [recorded(b"a"), recorded(b"b", b"c", b"d", b"e", b"f")] == [20, 80]
     now[0] = 1.0
-    assert [budget.spend(b"a") for _ in range(2)] == [True, False]
+    assert [recorded(b"a"), recorded(b"b", b"c", b"d", b"e", b"f")] == [5, 15]
     for index in range(5000):
         budget.spend(str(index).encode())
     assert len(budget._owners) <= 1024

@@ -15,12 +15,19 @@ from outrider.cloud.pending.estimators import DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.policy import NO_WAIT, bounded, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.sources import Sources
 from outrider.models.errors import RequestError
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
+
+
+@pytest.mark.parametrize(("step_s", "longest_s"), [(0.02, 0.64), (0.04, 1.0)])
+def test_no_hint_makes_the_engine_wait_for_long(step_s: float, longest_s: float) -> None:
+    """32 steps, at most a second."""
+    assert bounded(longest_s, step_s) == longest_s
+    assert bounded(longest_s + 0.001, step_s) is bounded(60.0, step_s) is bounded(None, step_s) is None
 
 
 class Stream:

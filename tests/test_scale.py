@@ -12,7 +12,7 @@ from bench.gpu_on_paper import DENSE_8B, H100, H200, MIXTURE, Replica
 from bench.load import Figures
 from bench.load_devices import Device
 from bench.scale import OnPaper
-from bench.scale_check import drafting_on, line_through
+from bench.scale_check import drafting_on, line_through, messages
 from bench.virtual_replica import BESIDE, DEVICES, HOST, NONE, RANKS, WAYS, Field, Host, Machine, simulate
 from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, Text, Timeline, Verifier
 
@@ -111,6 +111,18 @@ def test_drafts_that_queue_reach_the_same_step(message_s: float, passes: list[in
     totals = [each.passes for each in verifier.progress]
     steps = [after - before for before, after in pairwise(totals) if after > before]
     assert sorted(steps[3:5]) == passes
+
+
+@pytest.mark.parametrize(("answer", "handle"), [(0.3, 0.5), (0.1, 0.3), (0.3, 0.1), (0.3, 0.0)])
+def test_what_messages_take_comes_out_of_their_lags(answer: float, handle: float) -> None:
+    """As far as the slower of two queues shows it: played, and then calibrated."""
+    message, count, devices, loop = 0.7, 16, Core(answer), Core(handle)
+    lags = [loop.done_at(devices.done_at(message) + message) for _ in range(count)]
+    found, shown = messages(2 * message + answer + handle, fmean(lags), count, answer)
+    if handle > answer:
+        assert (found, shown) == pytest.approx((message, handle))
+    else:
+        assert shown == 0.0 and found == pytest.approx(message + handle / 2.0)
 
 
 def test_acceptance_is_that_of_the_ranks() -> None:
