@@ -263,8 +263,15 @@ def _one_machine(name: str, results: dict[str, Any]) -> list[str]:
     figures = results["parts"][name]["figures"]
     ways = _rates(figures)
     rows = [[way, f"{rate:.1f}", f"{ways['stream'] / rate:.2f}"] for way, rate in ways.items()]
+    head, likely = [name.split(", ")[1], "tokens/s", "stream over it"], ""
+    if all(each["nats"] is not None for each in figures["ways"].values()):  # it samples
+        head.append("nats")
+        rows = [[*row, f"{each['nats']:.2f}"] for row, each in zip(rows, figures["ways"].values(), strict=True)]
+        likely = (
+            "*nats*: the mean log-probability of a token under the target: a text of another distribution has less."
+        )
     failed = (f"* {way} fails: {' '.join(error.split())}" for way, error in figures.get("failed", {}).items())
-    return [_table([name.split(", ")[1], "tokens/s", "stream over it"], rows), *failed, _of(name, results)]
+    return [_table(head, rows), *filter(None, (likely,)), *failed, _of(name, results)]
 
 
 def _sessions(figures: dict[str, Any]) -> str:

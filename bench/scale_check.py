@@ -45,7 +45,8 @@ from bench.attacks.exchange import values_of
 from bench.capacity import Costs
 from bench.load_devices import Device, Session
 from bench.report import parser
-from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, Text, Verifier
+from bench.virtual_replica import RankedDraft
+from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, Text, Verifier
 from rich.console import Console
 from rich.progress import Progress
 

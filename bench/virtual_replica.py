@@ -8,18 +8,20 @@ pay; the verifier goes by the default policy.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from bench.load_devices import Device
-from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, StepTime, Text, Verifier
+from bench.virtual_time import RIGHT, WRONG, Core, Drafting, Link, Peer, StepTime, Text, Verifier
 from tests.ranks import read_ranks
 
-from outrider.edge.drafting.calibration import Calibration
+from outrider.edge.drafting.calibration import Calibration, Guess, model_guesses
 from outrider.edge.drafting.depth import CostModelDepth
 from outrider.edge.drafting.estimates import Estimates
+from outrider.export.report.simulation.ranks import MISSED, Ranks
 from outrider.models.bundle.speed_up import tokens_per_pass
+from outrider.models.picks.sampling import Candidates
 
 NONE, BESIDE, DEVICES = "none", "beside", "devices"
 WAYS: Final = (NONE, BESIDE, DEVICES)
@@ -106,6 +108,31 @@ class Machine:
             return tokens_per_pass(alpha, gamma) / (gamma * self.draft_s(count) + step_s + host_s)
 
         return max(range(MOST_GAMMA + 1), key=rate)
+
+
+class RankedDraft:
+    """A draft whose guesses hold the target's picks as often, and look as sure, as those of a real one.
+
+    ranks: of the real draft along its texts (`outrider.export.report.simulation`). first: the pick that it begins at.
+    lost: share of picks that none of its guesses is, beyond those of the real one.
+    """
+
+    def __init__(self, ranks: Ranks, width: int, first: int, lost: float = 0.0, seed: int = 0) -> None:
+        self._picked, self._width, self._lost = ranks.picked, width, lost
+        self._first, self._seed = first, seed
+
+    def guess(self, num_known: int, branch: Sequence[int]) -> list[Guess]:
+        """The same for the same branch, whenever it is asked for."""
+        position, is_right = num_known + len(branch), all(token == RIGHT for token in branch)
+        chance = random.Random(f"{self._seed} {self._first} {position} {'' if is_right else branch}")
+        if is_right:
+            picked = self._picked[(self._first + position) % len(self._picked)]
+            rank = MISSED if chance.random() < self._lost else picked.rank
+        else:
+            picked, rank = chance.choice(self._picked), MISSED
+        gaps = [picked.gap(guess) for guess in range(self._width)]
+        tokens = [RIGHT if guess == rank else WRONG + guess for guess in range(self._width)]
+        return model_guesses(Candidates(tokens, gaps), self._width)
 
 
 def simulate(machine: Machine, way: str, count: int, devices: Field) -> Outcome:

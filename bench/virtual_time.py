@@ -27,11 +27,9 @@ from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.estimators import SIZES, StepSize
 from outrider.cloud.seam import CommitEvent, DraftHints, EndEvent, Event, GenerateRequest, PickOptions
-from outrider.edge.drafting.calibration import Guess, model_guesses
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.export.report.simulation.ranks import MISSED, Ranks
 from outrider.models.errors import RequestError
-from outrider.models.picks.sampling import Candidates, SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.wire.tree_draft import decode_tree
@@ -128,31 +126,6 @@ class KnownTexts:
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-class RankedDraft:
-    """A draft whose guesses hold the target's picks as often, and look as sure, as those of a real one.
-
-    ranks: of the real draft along its texts (`outrider.export.report.simulation`). first: the pick that it begins at.
-    lost: share of picks that none of its guesses is, beyond those of the real one.
-    """
-
-    def __init__(self, ranks: Ranks, width: int, first: int, lost: float = 0.0, seed: int = 0) -> None:
-        self._picked, self._width, self._lost = ranks.picked, width, lost
-        self._first, self._seed = first, seed
-
-    def guess(self, num_known: int, branch: Sequence[int]) -> list[Guess]:
-        """The same for the same branch, whenever it is asked for."""
-        position, is_right = num_known + len(branch), all(token == RIGHT for token in branch)
-        chance = random.Random(f"{self._seed} {self._first} {position} {'' if is_right else branch}")
-        if is_right:
-            picked = self._picked[(self._first + position) % len(self._picked)]
-            rank = MISSED if chance.random() < self._lost else picked.rank
-        else:
-            picked, rank = chance.choice(self._picked), MISSED
-        gaps = [picked.gap(guess) for guess in range(self._width)]
-        tokens = [RIGHT if guess == rank else WRONG + guess for guess in range(self._width)]
-        return model_guesses(Candidates(tokens, gaps), self._width)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from bench.load import Figures
 from bench.load_devices import Device
 from bench.scale import OnPaper
 from bench.scale_check import drafting_on, line_through, messages
-from bench.virtual_replica import BESIDE, DEVICES, HOST, NONE, RANKS, WAYS, Field, Host, Machine, simulate
-from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, Text, Timeline, Verifier
+from bench.virtual_replica import BESIDE, DEVICES, HOST, NONE, RANKS, WAYS, Field, Host, Machine, RankedDraft, simulate
+from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, Text, Timeline, Verifier
 
 from outrider.cloud.engine import Policy
 from outrider.export.report.simulation.ranks import MISSED, Picked, Ranks
