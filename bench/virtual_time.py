@@ -187,8 +187,8 @@ class Peer:
     ) -> None:
         """core: runs its answers, or each call of a device that drafts on. Several peers may share one.
 
-        links: down and up. stands_for: how many sessions it stands for. A drafted token of it counts for as many, so
-        its device is told the time of one.
+        links: down and up. stands_for: how many sessions it stands for. The engine measures a drafted token of
+        all of them; its device gets the time of one.
         """
         self._timeline, self.text, self._device, self._drafting = timeline, text, device, drafting
         self._core = core or Core()

@@ -206,6 +206,15 @@ def test_a_child_command_gives_what_it_prints_or_fails() -> None:
         run_child_command(["-c", "raise SystemExit(2)"], "it did not work")
 
 
+def started_python(code: str) -> subprocess.Popen[bytes]:
+    """An interpreter that runs this code, with the same modules."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=subprocess.DEVNULL,
+    )
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) -> None:
@@ -214,11 +223,7 @@ def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) ->
     os.mkfifo(fifo)
     child = f"import os, signal; open({str(fifo)!r}, 'w').write(str(os.getpid())); signal.pause()"
     code = f"from outrider.models.process.child_command import run_child_command as run; run(['-c', {child!r}], 'no')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stderr=subprocess.DEVNULL,
-    )
+    process = started_python(code)
     try:
         started = psutil.Process(int(fifo.read_text()))  # waits for the child
         process.send_signal(number)
@@ -241,11 +246,7 @@ def test_a_second_ctrl_c_ends_a_child_that_takes_its_time(tmp_path: Path) -> Non
         "child_command._GRACE_S = 1e6\n"
         f"child_command.run_child_command(['-c', {child!r}], 'no')"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stderr=subprocess.DEVNULL,
-    )
+    process = started_python(code)
     try:
         stubborn = psutil.Process(int(started.read_text()))  # waits for the child
         process.send_signal(signal.SIGINT)
