@@ -73,14 +73,14 @@ PARTS: Final = (
     ),
     Part(
         "one machine, greedy",
-        ("bench.one_machine", "--peers", "openvino_genai", "--others-drafted", "8"),
+        ("bench.one_machine", "--peers", "openvino_genai", "--others-drafted", "8", "--prompts", "3"),
         ("--runs", "9", "--prompts", "12"),
     ),
     Part(
         "one machine, sampled",
         (
             *("bench.one_machine", "--temperature", "0.8", "--peers", "openvino_genai", "transformers"),
-            *("--drafted", "8", "--others-drafted", "8"),
+            *("--drafted", "8", "--others-drafted", "8", "--prompts", "3"),
         ),
         ("--others-drafted", "3", "5", "8", "12", "--runs", "9", "--prompts", "12"),
     ),

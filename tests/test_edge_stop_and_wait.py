@@ -192,6 +192,19 @@ def test_the_faster_way_is_found_soon_and_the_other_tried_at_growing_intervals(r
     assert live(turns, 600, [50.0, 60.0], rest_ms) < 0.1
 
 
+@pytest.mark.parametrize(("together_ms", "num_tried"), [(80.0, 6), (61.0, 10)])
+def test_a_trial_that_is_clearly_slower_ends_half_way(together_ms: float, num_tried: int) -> None:
+    """With the two commits that still show the way before."""
+    turns = possible()
+    live(turns, 200, [together_ms, 60.0])
+    while turns.now:
+        turns.on_commit(4, 60.0, 10.0, 40.0)
+    for _ in range(num_tried):
+        assert not turns.now
+        turns.on_commit(4, together_ms, 10.0, 40.0)
+    assert turns.now
+
+
 def test_turns_are_not_tried_where_they_cannot_be_faster() -> None:
     """A long way: commits come more often than a turn could. Or the server does not wait."""
     far = possible()

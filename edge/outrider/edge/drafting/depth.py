@@ -190,8 +190,8 @@ class CostModelDepth(DepthController):
 
     def block(self) -> int:
         """The k that minimizes (k * draft + round trip + step + extra * k) / expected tokens."""
-        acceptance = self._estimates.acceptance
-        return min(range(1, MAX_BLOCK + 1), key=lambda k: self._turn_ms(k) / tokens_per_pass(acceptance, k))
+        acceptance, (once_ms, each_ms) = self._estimates.acceptance, self._turn_times()
+        return min(range(1, MAX_BLOCK + 1), key=lambda k: (once_ms + k * each_ms) / tokens_per_pass(acceptance, k))
 
     def _schedule_probe(self, outcome: CommitOutcome) -> None:
         if outcome.hits and not self.is_slow:
@@ -228,13 +228,16 @@ class CostModelDepth(DepthController):
         """The reach from which another token of a path gains more than the time that it takes, in which nothing else is
         done.
         """
-        e, block = self._estimates, self.block()
-        rate = e.turns.rate(True) or tokens_per_pass(e.acceptance, block) / self._turn_ms(block)
-        return min(_SURE, max(LEAST_REACH, (e.draft_ms + e.extra_ms) * rate))
+        e, (once_ms, each_ms) = self._estimates, self._turn_times()
+        if not (rate := e.turns.rate(True)):
+            block = self.block()
+            rate = tokens_per_pass(e.acceptance, block) / (once_ms + block * each_ms)
+        return min(_SURE, max(LEAST_REACH, each_ms * rate))
 
-    def _turn_ms(self, block: int) -> float:
+    def _turn_times(self) -> tuple[float, float]:
+        """ms of a turn without its drafted tokens, and of each of these."""
         e = self._estimates
-        return block * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
+        return e.round_trip_ms + e.step_ms, e.draft_ms + e.extra_ms
 
     def _floor(self) -> float:
         """The reach from which expanding a node is worth its cost."""

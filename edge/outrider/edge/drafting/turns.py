@@ -22,6 +22,8 @@ eight commits may mislead.
 """
 _CLEAR: Final = 1.03
 """So many times the rate of the way before are needed to change it."""
+_HOPELESS: Final = 1.1
+"""A trial of a way that is slower by this ends half way."""
 _KEEP: Final = 0.98
 _WEIGHT: Final = 24.0
 """Commits of both ways together that count for the tokens of each: their number varies much more than their time."""
@@ -100,7 +102,8 @@ class Turns:
         self._seen[way].add(num_tokens, interval_ms)
         if self._left:
             self._left -= 1
-            if self._left == 0:
+            if self._left == 0 or (self._left <= _TRIAL // 2 and _HOPELESS * self.rate(way) < self.rate(not way)):
+                self._left = 0
                 self._judge(way)
             return
         self._until_trial -= 1
