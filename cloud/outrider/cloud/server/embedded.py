@@ -21,6 +21,7 @@ from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
 from outrider.models.process.extras import require_packages
+from outrider.models.process.huge_pages import begin_huge_pages
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import TORCH_DTYPES, DescribedRuntime, RuntimeOptions
 
@@ -76,6 +77,8 @@ class BundleTarget(Target):
             try:
                 with ends_at_once():
                     engine.calibrate()
+                if not self.num_gpus:
+                    begin_huge_pages()
                 widened = ", widened for measurements" if manifest.widened else ""
                 millions = manifest.architecture.parameters / 1e6
                 facts = f"{self.model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}"
