@@ -1,16 +1,18 @@
-"""Tests who may use replicas and how much: what the front checks, what it hands on, what replicas share."""
+"""Tests who may use replicas and how much: what the front checks, hands on and knows of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.fronts import report_of, served
+from tests.fronts import changed, report_of, served
 from tests.serving import StepGate, bearer, code_of, open_session, run_session
 
 from outrider.cloud.api.audit import AuditLog
@@ -18,7 +20,8 @@ from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.recent.store import MemoryStore
-from outrider.cloud.replicas.registry import Registry, SharedBudget
+from outrider.cloud.replicas.members import Member, Members
+from outrider.cloud.replicas.registry import SILENCE_S, Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey, KeyRing
@@ -277,3 +280,68 @@ def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:
         )
         assert again.end.usage.cached_prompt_tokens > 30
         assert left[0].server.core.engine.stats().totals.restored == 1
+
+
+# -- which replicas a front knows --------------------------------------------------------------------------------------
+
+
+def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
+    """Held prefixes first, then the target, then the load; an owner's choice is stable."""
+    members = Members()
+    reports = [report_of(f"{index:06x}", target="old" if index < 2 else "new", running=index) for index in range(4)]
+    members.update(reports)
+    by_tag = {member.report.tag: member for member in members}
+    assert members.choose(b"o") is by_tag["000000"]
+    assert members.choose(b"o", target="new") is by_tag["000002"]
+    assert members.choose(b"o", target="none") is by_tag["000000"]
+    members.hold(b"o", "h", by_tag["000003"])
+    assert members.choose(b"o", held="h", target="old") is by_tag["000003"]
+    assert members.choose(b"o", held="h", tried=[by_tag["000003"]]) is by_tag["000000"]
+    by_tag["000000"].is_suspect = True
+    assert members.choose(b"o") is by_tag["000001"]
+    members.update([replace(reports[0], number=2), *reports[1:]])
+    assert members.choose(b"o") is by_tag["000000"]
+    idle = Members()
+    idle.update([changed(each, running=0) for each in reports])
+    chosen = {owner: idle.choose(owner) for owner in (bytes([n]) for n in range(40))}
+    assert all(idle.choose(owner) is member for owner, member in chosen.items())
+    assert len({member.report.tag for member in chosen.values() if isinstance(member, Member)}) > 1
+    assert Members().choose(b"o") is None and Members().ready(is_draining=False) is None
+
+
+def test_the_log_names_the_file_of_each_replicas_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, when it comes; replicas' own lines are not in the front's log."""
+    caplog.set_level(logging.INFO, "outrider.replicas")
+    known = Members()
+    for number in (1, 2):
+        known.update([report_of("00fa4e", number=number, pid=4321)])
+    known.update([])
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica 00fa4e has come; its log is in worker-*-4321.err",
+        "replica 00fa4e has gone",
+    ]
+
+
+async def test_the_registry_forgets_the_silent_and_learns_after_a_restart() -> None:
+    """What has not reported for SILENCE_S is gone; a new registry names nobody until all had the time to report."""
+    now = [0.0]
+    registry = Registry(clock=lambda: now[0])
+    first = report_of("000001")
+    await registry.report(first)
+    state, reports = await registry.changes(None)
+    assert reports == [first]
+    waiting = asyncio.create_task(registry.changes(state))
+    await asyncio.sleep(0)
+    await registry.report(changed(first, status="draining"))
+    state, reports = await waiting
+    assert reports is not None and not reports[0].takes_work
+    await registry.leave("000001")
+    assert (await registry.changes(state))[1] == []
+    await registry.report(first)
+    now[0] = SILENCE_S + 0.1
+    assert (await registry.changes(None))[1] == []
+    anew = Registry(clock=lambda: now[0])
+    assert await anew.changes(state) == (state, None)
+    await anew.report(first)
+    now[0] += 5.0
+    assert (await anew.changes(state))[1] == [first]

@@ -214,18 +214,23 @@ def test_lookup_can_be_turned_off(
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
-    """The draft beside the target, the address where it is not the default; nothing for the reference pair."""
+    """The draft beside the target, or to be pulled; the address where it is not the default; that a key is needed."""
     for name in ("draft", "target"):
         (tmp_path / "my pair" / name).mkdir(parents=True)
     target = tmp_path / "my pair" / "target"
-    default = "http://127.0.0.1:8000"
-    named = serve_module._next_command(ServeOptions(str(target)), target, default, needs_key=False)
-    assert named == f"outrider run --draft '{tmp_path}/my pair/draft' --compare \"def walk(path):\""
-    plain = serve_module._next_command(ServeOptions("reference"), target, default, needs_key=False)
-    assert plain == 'outrider run --compare "def walk(path):"'
+    default, far, key = "http://127.0.0.1:8000", "https://cloud.example:8443", "OUTRIDER_API_KEY=KEY outrider"
+    here, reference = ServeOptions(str(target)), ServeOptions("reference")
     public = ServeOptions("reference", host="0.0.0.0")
-    remote = serve_module._next_command(public, target, "https://0.0.0.0:8443", needs_key=True)
-    assert remote == 'OUTRIDER_API_KEY=KEY outrider run --cloud https://SERVER:8443 --compare "def walk(path):"'
+    run = '--compare "def walk(path):"'
+    for options, url, needs_key, has_drafts, expected in (
+        (here, default, False, False, f"outrider run --draft '{tmp_path}/my pair/draft' {run}"),
+        (reference, default, False, False, f"outrider run {run}"),
+        (public, "https://0.0.0.0:8443", True, False, f"{key} run --cloud https://SERVER:8443 {run}"),
+        (ServeOptions("target"), far, True, True, f"{key} pull --server {far}, then {key} run --cloud {far} {run}"),
+        (reference, default, False, True, f"outrider pull, then outrider run {run}"),
+    ):
+        told = serve_module._next_command(options, target, url, needs_key=needs_key, has_drafts=has_drafts)
+        assert told == expected
 
 
 def test_serving_the_reference_target_exports_it_first(
