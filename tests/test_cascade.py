@@ -6,6 +6,7 @@ target as often as asked. A device before them drafts after provisional tokens, 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 
@@ -236,18 +237,22 @@ def test_a_stop_id_ends_the_text_where_the_target_has_it(usual: Cascade) -> None
 
 
 @pytest.mark.parametrize("width", [1, 4])
-async def test_a_device_shows_only_confirmed_tokens_and_its_text_is_the_targets(width: int) -> None:
+def test_a_device_shows_only_confirmed_tokens_and_its_text_is_the_targets(width: int) -> None:
     """The first text learns that the server is a cascade, the next ones ask for provisional tokens."""
-    estimates, options = Estimates(), AgentOptions(tree=TreeLimits(width=width))
-    with cascade(0.8) as running:
-        async with VerifierClient(running.mid.url) as client:
+
+    async def show_all(url: str) -> None:
+        estimates, options = Estimates(), AgentOptions(tree=TreeLimits(width=width))
+        async with VerifierClient(url) as client:
             agent = StreamAgent(Endpoints([client]), drafter(), CostModelDepth(estimates), estimates, options)
             for params in SETTINGS:
                 shown: list[int] = []
                 request = GenerationRequest(tuple(PROMPT), params, LENGTH, ignore_eos=True)
                 result = await agent.generate(request, lambda batch, shown=shown: shown.extend(batch.tokens))  # type: ignore[misc]
                 assert list(result.tokens) == target_tokens(PROMPT, LENGTH, params) == shown
-                assert result.draft_error is None and agent.with_mid == {running.mid.url}
+                assert result.draft_error is None and agent.with_mid == {url}
+
+    with cascade(0.8) as running:
+        asyncio.run(show_all(running.mid.url))
 
 
 @pytest.mark.parametrize("is_cascade", [True, False])

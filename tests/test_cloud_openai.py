@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine_harness import refused
+from tests.local_endpoint import chunks_of
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.models.http import openai, openai_answers
@@ -52,13 +53,6 @@ def expected_tokens(prompt: str = PROMPT, count: int = 30) -> list[int]:
 
 def text_of(tokens: list[int]) -> str:
     return fake_tokenizer().decode(tokens)
-
-
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The data of a stream's events; checks that it ends with [DONE]."""
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:

@@ -260,38 +260,18 @@ def test_serve_runs_a_bundle_from_start_to_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole of `serve` but the model: ready line, port file, requests, end."""
-    from tests.fake_runtime import FakeBatchRuntime
-
     started: list[VerifierServer] = []
-
-    class Opened:
-        path = tmp_path
-        model_file = tmp_path
-
-        class manifest:
-            role = "target"
-            name = "fake-bundle"
-            eos_token_ids = (0,)
-            runtime = "openvino"
-            device = "cpu"
-            precision = "int8"
-            format = "openvino-ir"
-            files = (FileEntry(path="openvino_model.bin", size=1, sha256="0" * 64),)
-            widened = None
-            digest = "d" * 64
-
-            class architecture:
-                parameters = 14_600_000
-                name = "llama"
-
-        tokenizer = staticmethod(fake_tokenizer)
+    opened = bundle_of(tmp_path, precision="int8")
+    architecture = opened.manifest.architecture.model_copy(update={"parameters": 14_600_000})
+    opened.manifest = opened.manifest.model_copy(update={"architecture": architecture})
+    opened.tokenizer = fake_tokenizer
 
     class Server(VerifierServer):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(self)
 
-    monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: Opened))
+    monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: opened))
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda *_: FakeBatchRuntime(vocab_size=300))
     monkeypatch.setattr(serve_module, "VerifierServer", Server)
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
@@ -318,7 +298,7 @@ def test_serve_runs_a_bundle_from_start_to_signal(
             ready = client.get("/health/ready").json()
             assert ready["step_ms"] > 0
             named = {facts["target"], ready["target"]}
-            assert named == {target_identity(Opened.manifest, RuntimeOptions())}  # type: ignore[arg-type]
+            assert named == {target_identity(opened.manifest, RuntimeOptions())}
     finally:
         for server in started:
             server.handle_exit(signal.SIGTERM, None)

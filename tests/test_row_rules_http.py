@@ -15,7 +15,7 @@ import httpx
 import pytest
 from bench.plain_text import plain_texts
 from tests.fake_runtime import FakeBatchRuntime
-from tests.local_endpoint import fake_draft, serve_local
+from tests.local_endpoint import LocalEndpoint, fake_draft, serve_local
 from tests.serving import EOS_ID, FakeServer, Transcript, fake_tokenizer, run_session, serve_fake
 from tests.test_edge_resume import PROMPT as SCRIPTED
 from tests.test_edge_resume import Script, ended, opened, session, stream
@@ -82,6 +82,13 @@ def client(cloud: FakeServer) -> Iterator[httpx.Client]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
+    settings = LocalSettings(depth="8", options=make_options("1"))
+    with serve_local(cloud.url, settings, runtime=fake_draft(1.0)) as running:
+        yield running
+
+
 def texted(client: httpx.Client, prompt: Sequence[int], **fields: Any) -> Transcript:
     return run_session(client, {"prompt": [*prompt], "max_tokens": COUNT, "patience_ms": 0, **SAMPLED, **fields})
 
@@ -113,8 +120,11 @@ def test_verified_blocks_make_the_text_of_their_rules(client: httpx.Client, name
 
 
 @each_rule
-def test_completions_take_the_fields_of_openai_and_vllm(client: httpx.Client, name: str) -> None:
-    """Bad words are texts there, and become token ids."""
+@pytest.mark.parametrize("is_local", [False, True], ids=["verifier", "endpoint"])
+def test_completions_take_the_fields_of_openai_and_vllm(
+    cloud: FakeServer, local: LocalEndpoint, name: str, is_local: bool
+) -> None:
+    """Bad words are texts there, and become token ids. The endpoint passes them on, and its drafts are accepted."""
     fields, rules = dict(FIELDS[name]), RULES[name]
     if name == "words":
         words = ["verify", "t"]
@@ -122,12 +132,13 @@ def test_completions_take_the_fields_of_openai_and_vllm(client: httpx.Client, na
         assert len(found) > 2
         fields["bad_words"], rules = words, replace(rules, bad_words=tuple(map(tuple, found)))
     body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
-    answer = client.post("/v1/completions", json=body)
-    tokens = truth(rules)
+    answer = httpx.post((local if is_local else cloud).url + "/v1/completions", json=body, timeout=30.0)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == len(tokens)
+    tokens, usage = truth(rules), answer.json()["usage"]
     shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
     assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
+    assert usage["completion_tokens"] == len(tokens)
+    assert not is_local or usage["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
 def test_bad_words_have_a_form_after_a_space() -> None:
@@ -248,22 +259,6 @@ def test_branches_of_a_draft_are_each_ruled_by_their_own_tokens(name: str) -> No
     drafter.extend(tokens[:4])
     ((best, *_),) = drafter.guess([[]], 1)
     assert best.token == tokens[4]
-
-
-@each_rule
-def test_the_local_endpoint_passes_rules_on(cloud: FakeServer, name: str) -> None:
-    """Its text is the cloud's, and its drafts are accepted."""
-    fields = {key: value for key, value in FIELDS[name].items() if key != "bad_words"}
-    rules = replace(RULES[name], bad_words=())
-    with serve_local(cloud.url, LocalSettings(depth="8", options=make_options("1")), runtime=fake_draft(1.0)) as local:
-        body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
-        answer = httpx.post(f"{local.url}/v1/completions", json=body, timeout=30.0)
-    assert answer.status_code == 200, answer.text
-    tokens = truth(rules)
-    assert answer.json()["usage"]["completion_tokens"] == len(tokens)
-    shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
-    assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
-    assert answer.json()["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
 def test_run_has_options_of_rules() -> None:
