@@ -364,14 +364,6 @@ async def test_a_connection_that_fails_ends_the_session() -> None:
     assert streaming.num_closed == 1
 
 
-async def test_silence_is_broken_by_comments() -> None:
-    """A stream without commits sends keep-alives."""
-    streaming = Streaming(keep_alive_s=0.001)
-    while streaming.connection.body.count(b":\n\n") < 2:
-        await asyncio.sleep(0.001)
-    await streaming.left()
-
-
 def test_a_reader_that_is_slow_gets_the_whole_text() -> None:
     """Over a real connection: a session whose events nobody reads for a while."""
     with serve_fake() as server, httpx.Client(base_url=server.url) as client:

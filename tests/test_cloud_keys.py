@@ -9,12 +9,12 @@ import json
 import os
 import signal
 import stat
-import threading
 from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.serve_command import used_beside
 from tests.serving import StepGate, bearer, code_of, fake_target, open_session, serve_fake
 from tests.waiting import wait_until
 from typer.testing import CliRunner
@@ -230,7 +230,6 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
     keys.write_text("the-key-of-the-start\n")
     monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
-    failures: list[BaseException] = []
 
     def use(url: str) -> None:
         body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True}
@@ -251,15 +250,6 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
             assert status(BOB) == 200
             assert client.post("/v1/completions", json=body | {"prompt": [1] * 90}, headers=bearer(BOB)).is_error
 
-    def beside() -> None:
-        try:
-            wait_until(port_file.exists)
-            use(f"http://127.0.0.1:{port_file.read_text().strip()}")
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     options = ServeOptions(
         "fake", port=0, port_file=port_file, api_key_file=keys, audit_log=audit, tokens_per_minute=80, drain_s=0.0
     )
@@ -272,12 +262,8 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     with fake_target(on_load) as target:
         monkeypatch.setattr(serve_module, "open_target", lambda _: target)
         monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
-        thread = threading.Thread(target=beside)
-        thread.start()
-        serve_module.serve(options)
-        thread.join()
-    if failures:
-        raise failures[0]
+        with used_beside(port_file, use):
+            serve_module.serve(options)
     assert signal.getsignal(signal.SIGHUP) == before
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     assert {line["key"] for line in lines if line["status"] == 200} == {ApiKey.plain(ALICE).name, "bob"}

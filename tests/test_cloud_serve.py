@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-import signal
 import sys
-import threading
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +15,7 @@ import httpx
 import pytest
 from click.testing import Result
 from tests.fake_runtime import FakeBatchRuntime
+from tests.serve_command import used_beside
 from tests.serving import (
     fake_tokenizer,
     run_session,
@@ -25,7 +24,6 @@ from tests.serving import (
 from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
-from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillType, TreeForm
 from outrider.cloud.server import embedded
@@ -260,50 +258,31 @@ def test_serve_runs_a_bundle_from_start_to_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole of `serve` but the model: ready line, port file, requests, end."""
-    started: list[VerifierServer] = []
     opened = bundle_of(tmp_path, precision="int8")
     architecture = opened.manifest.architecture.model_copy(update={"parameters": 14_600_000})
     opened.manifest = opened.manifest.model_copy(update={"architecture": architecture})
     opened.tokenizer = fake_tokenizer
 
-    class Server(VerifierServer):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: opened))
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda *_: FakeBatchRuntime(vocab_size=300))
-    monkeypatch.setattr(serve_module, "VerifierServer", Server)
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     port_file = tmp_path / "port"
     arguments = ["serve", str(tmp_path), "--port", "0", "--port-file", str(port_file), "--name", "mine"]
-    failures: list[BaseException] = []
+    urls: list[str] = []
 
-    def run() -> None:
-        try:
-            cli.app(arguments, standalone_mode=False)
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        while not port_file.exists():
-            assert thread.is_alive(), failures
-        url = f"http://127.0.0.1:{int(port_file.read_text())}"
+    def use(url: str) -> None:
+        urls.append(url)
         with httpx.Client(base_url=url) as client:
             assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
             facts = client.get("/v1/model").json()
             assert (facts["name"], facts["precision"], facts["parameters"]) == ("mine", "int8", 14_600_000)
             ready = client.get("/health/ready").json()
             assert ready["step_ms"] > 0
-            named = {facts["target"], ready["target"]}
-            assert named == {target_identity(opened.manifest, RuntimeOptions())}
-    finally:
-        for server in started:
-            server.handle_exit(signal.SIGTERM, None)
-        thread.join(30.0)
-    assert not thread.is_alive() and not failures
+            assert {facts["target"], ready["target"]} == {target_identity(opened.manifest, RuntimeOptions())}
+
+    with used_beside(port_file, use):
+        cli.app(arguments, standalone_mode=False)
+    (url,) = urls
     summary, ready, following = capsys.readouterr().out.splitlines()
     assert (
         following == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def walk(path):"'

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import NoneType
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,16 +157,16 @@ def test_what_one_key_keeps_in_memory_is_bounded() -> None:
 def test_the_options_choose_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, none, or Redis; a missing package and a wrong URL are named, a password is not."""
     monkeypatch.delenv(REDIS_VARIABLE, raising=False)
-    with open_recent(ServeOptions("b")) as store:
-        assert isinstance(store, MemoryStore)
-    with open_recent(ServeOptions("b", recent=False)) as store:
-        assert store is None
-    with open_recent(ServeOptions("b", redis="redis://127.0.0.1:1/0")) as store:
-        assert isinstance(store, RedisStore)
-    with (
-        pytest.raises(ConfigError, match="--no-recent"),
-        open_recent(ServeOptions("b", recent=False, redis="redis://a")),
+    options: dict[str, Any]
+    for options, kind in (
+        ({}, MemoryStore),
+        ({"recent": False}, NoneType),
+        ({"redis": "redis://127.0.0.1:1"}, RedisStore),
     ):
+        with open_recent(ServeOptions("b", **options)) as store:
+            assert isinstance(store, kind)
+    both = ServeOptions("b", recent=False, redis="redis://a")
+    with pytest.raises(ConfigError, match="--no-recent"), open_recent(both):
         pass
     monkeypatch.setenv(REDIS_VARIABLE, "http://user:secret@host/0")
     with pytest.raises(ConfigError, match="write redis://HOST") as refused, open_recent(ServeOptions("b")):
