@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,9 +201,7 @@ def test_a_text_goes_on_at_a_replica_that_has_its_adapter() -> None:
     """While another version is rolled out, by the identity of the adapter that began it."""
     members = Members()
     old, new = report_of("000001", target="old", running=3), report_of("000002", target="new")
-    old = type(old)(**{name: getattr(old, name) for name in old.__slots__} | {"adapters": frozenset({"old sql"})})
-    new = type(new)(**{name: getattr(new, name) for name in new.__slots__} | {"adapters": frozenset({"new sql"})})
-    members.update([old, new])
+    members.update([replace(each, adapters=frozenset({f"{each.ready.target} sql"})) for each in (old, new)])
     for target, tag in (("old sql", "000001"), ("new sql", "000002"), ("old", "000001"), (None, "000002")):
         chosen = members.choose(b"o", target=target)
         assert chosen is not None and chosen.report.tag == tag

@@ -18,6 +18,7 @@ from tests.serving import (
     StepGate,
     bearer,
     code_of,
+    key_line,
     open_session,
     run_session,
     serve_fake,
@@ -42,7 +43,7 @@ BODIES: dict[str, dict[str, Any]] = {"/v1/verify": {"items": [{"prefix": PROMPT}
 
 def ring(attributes: str) -> KeyRing:
     """KEY with these attributes, and OTHER as it is."""
-    return KeyRing([ApiKey.parse(f"sha256:{OWNER.hex()} name=limited {attributes}"), OTHER])
+    return KeyRing([ApiKey.parse(key_line(KEY, f"name=limited {attributes}")), OTHER])
 
 
 class Scripted:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.fronts import changed, report_of, served
-from tests.serving import StepGate, bearer, code_of, open_session, run_session
+from tests.serving import StepGate, bearer, code_of, key_line, open_session, run_session
 
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.engine import EngineConfig
@@ -33,11 +33,6 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 4000}
 
 
-def line_of(key: str, attributes: str = "") -> str:
-    """A key file's line."""
-    return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}"
-
-
 def ring_of(*lines: str) -> KeyRing:
     """The keys of a file with these lines."""
     return KeyRing([ApiKey.parse(line) for line in lines])
@@ -49,7 +44,7 @@ def ring_of(*lines: str) -> KeyRing:
 def test_a_replicas_gate_takes_its_front_only() -> None:
     """The gate itself finds no owner without the secret, and takes limits from nobody else."""
     ring = ForwardedOwners("s3cret")
-    key = ApiKey.parse(line_of(ALICE, "name=alice sessions=3 tokens-per-minute=70 priority=5 requests-per-second=9"))
+    key = ApiKey.parse(key_line(ALICE, "name=alice sessions=3 tokens-per-minute=70 priority=5 requests-per-second=9"))
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -87,7 +82,7 @@ def test_a_replicas_gate_takes_its_front_only() -> None:
 
 def test_a_keys_own_limits_hold_at_a_replica() -> None:
     """Sessions, tokens per minute, priority; a client's own headers and fields change none of it."""
-    keys = ring_of(line_of(ALICE, "name=alice sessions=1 tokens-per-minute=40 priority=-7"), line_of(BOB, "name=bob"))
+    keys = ring_of(key_line(ALICE, "name=alice sessions=1 tokens-per-minute=40 priority=-7"), key_line(BOB, "name=bob"))
     with served(keys) as (client, (replica,), _):
         two = BODY | {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
         assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (429, "too_many_sessions")
@@ -104,7 +99,7 @@ def test_a_keys_own_limits_hold_at_a_replica() -> None:
 
 def test_a_front_checks_scopes_and_each_keys_rate() -> None:
     """Before anything reaches a replica; its own answers carry the request's id."""
-    keys = ring_of(line_of(ALICE, "requests-per-second=0.001"), line_of(ROOT, "scopes=metrics"))
+    keys = ring_of(key_line(ALICE, "requests-per-second=0.001"), key_line(ROOT, "scopes=metrics"))
     with served(keys) as (client, _, _):
         assert client.get("/metrics", headers=bearer(ROOT)).status_code == 200
         assert code_of(client.get("/metrics", headers=bearer(ALICE))) == (403, "scope_missing")
@@ -197,7 +192,7 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with (
         closing(AuditLog(path)) as log,
-        served(ring_of(line_of(ALICE, "name=alice")), 2, audit=log) as (client, group, front),
+        served(ring_of(key_line(ALICE, "name=alice")), 2, audit=log) as (client, group, front),
     ):
         run_session(client, BODY, headers={"x-request-id": "work.1"} | bearer(ALICE))
         assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=bearer(ALICE)).status_code == 400
@@ -268,7 +263,7 @@ def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:
     """The replica that kept it has gone."""
     config = EngineConfig(spill=SpillConfig(tmp_path / "spill", "t", always=True))
     body = BODY | {"prompt": PROMPT * 9}
-    with served(ring_of(line_of(ALICE)), 2, config=config) as (client, group, front):
+    with served(ring_of(key_line(ALICE)), 2, config=config) as (client, group, front):
         turn = run_session(client, body | {"keep_prefix": True}, headers=bearer(ALICE))
         keeper = next(each for each in group if each.server.core.engine.stats().totals.committed)
         keeper.server.wait_until(lambda: keeper.server.core.engine.stats().totals.spilled == 1)
