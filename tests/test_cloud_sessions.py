@@ -243,8 +243,8 @@ def test_comments_keep_an_idle_stream_open() -> None:
         assert next(lines).startswith('data: {"type":"open"')
         assert next(line for line in lines if line) == ":"
         server.gate.open()
-        tokens = [token for line in lines if '"base"' in line for token in _tokens(line)]
-    assert tokens == target_tokens(PROMPT, 24)
+        commits = [Commit.model_validate_json(line.removeprefix("data: ")) for line in lines if '"base"' in line]
+    assert [token for commit in commits for token in commit.tokens] == target_tokens(PROMPT, 24)
 
 
 async def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +269,6 @@ async def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.M
             stream._tick()
     monkeypatch.undo()
     assert delays == [4.0, 5.0] and pokes == [109.0]
-
-
-def _tokens(line: str) -> list[int]:
-    return Commit.model_validate_json(line.removeprefix("data: ")).tokens
 
 
 def test_a_failing_model_ends_its_session_only() -> None:

@@ -96,19 +96,6 @@ def test_a_long_text_is_cut() -> None:
 # -- in memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_memory_keeps_the_newest_text_of_each_owner() -> None:
-    """Another owner never gets it."""
-    store = MemoryStore()
-    store.put(place(), text(1, 2))
-    store.put(place(), text(3))
-    assert find(store, place()) == text(3)
-    assert find(store, place(b"bob")) is None and find(store, place(prompt=(1,))) is None
-    stats = store.stats()
-    assert (stats.texts, stats.counts.hits, stats.counts.misses, stats.counts.stored) == (1, 1, 2, 2)
-    store.close()
-    assert (store.stats().texts, store.stats().bytes) == (0, 0)
-
-
 def test_memory_forgets_what_is_old() -> None:
     """Nobody gets it, and its memory is free again with the next call."""
     clock = Clock()
