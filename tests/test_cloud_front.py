@@ -325,22 +325,17 @@ def test_logs_of_replicas_stay_where_they_failed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cluster, "_start", lambda *_: None)
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
-    places = iter([tmp_path / "failed", tmp_path / "ended", tmp_path / "stopped"])
-
-    def made(prefix: str) -> str:
-        place = next(places)
-        place.mkdir()
-        return str(place)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(OSError, match="fault"), cluster.local_ray(1):
         raise OSError("fault")
+    (failed,) = tmp_path.iterdir()
     with cluster.local_ray(1):
         limits = {name: int(environment[f"RAY_ROTATION_{name}"]) for name in ("MAX_BYTES", "BACKUP_COUNT")}
+        assert len(list(tmp_path.iterdir())) == 2
     assert limits == {"MAX_BYTES": 8 << 20, "BACKUP_COUNT": 1}
     with pytest.raises(KeyboardInterrupt), cluster.local_ray(1):
         raise KeyboardInterrupt
-    assert [each.name for each in tmp_path.iterdir()] == ["failed"]
+    assert list(tmp_path.iterdir()) == [failed]
 
 
 def test_downloads_pass_the_front(group: list[FakeReplica]) -> None:

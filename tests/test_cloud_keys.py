@@ -109,11 +109,16 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
     assert new_key() != new_key()
 
 
+def watched(folder: Path, *lines: str) -> tuple[Path, KeyRing, WatchedFiles, Counter[tuple[str, str]]]:
+    """A key file, its ring, what looks at it, and the counts of its looks."""
+    path = written(folder / "keys", *lines)
+    ring = KeyRing.load(path)
+    return path, ring, WatchedFiles("keys", [path], ring.reload), Counter()
+
+
 def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
     """A file that changes between two looks is left alone; one that is broken leaves the old keys, and is counted."""
-    path = written(tmp_path / "keys", ALICE)
-    ring, counts = KeyRing.load(path), Counter[tuple[str, str]]()
-    files = WatchedFiles("keys", [path], ring.reload)
+    path, ring, files, counts = watched(tmp_path, ALICE)
     files.check(counts)
     assert not counts
     written(path, BOB)
@@ -136,9 +141,7 @@ def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
 
 def test_a_file_that_is_still_written_is_not_read_on_sighup(tmp_path: Path) -> None:
     """An editor that has begun to write leaves fewer keys; the forced read waits until the file keeps still."""
-    path = written(tmp_path / "keys", ALICE, BOB)
-    ring, counts = KeyRing.load(path), Counter[tuple[str, str]]()
-    files = WatchedFiles("keys", [path], ring.reload)
+    path, ring, files, counts = watched(tmp_path, ALICE, BOB)
     written(path, ALICE)  # BOB's line is to follow
     files.check(counts, is_forced=True)
     assert not counts and len(ring) == 2
@@ -203,8 +206,8 @@ def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
         gate.allow(3)
         session.commit()
         written(path, BOB)
-        watched = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
-        watched.check(Counter(), is_forced=True)
+        files = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
+        files.check(Counter(), is_forced=True)
         gate.open()
         end = session.rest().end
         assert end.reason == "error" and end.error is not None and end.error.code == "unauthorized"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine_harness import refused
-from tests.local_endpoint import chunks_of
+from tests.local_endpoint import chunks_of, documents_of
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.models.http import openai, openai_answers
@@ -115,18 +115,12 @@ def test_a_stop_string_ends_the_text_before_it(client: httpx.Client, is_stream: 
     full = text_of(expected_tokens())
     stop = full[9:12]
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stop": ["\x00never", stop]}
-    answer = client.post(
-        "/v1/completions", json=body | {"stream": is_stream, "stream_options": {"include_usage": True}}
-    )
-    if is_stream:
-        *pieces, last = chunks_of(answer)
-        text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
-        reason, usage = pieces[-1]["choices"][0]["finish_reason"], last["usage"]
-    else:
-        (choice,), usage = answer.json()["choices"], answer.json()["usage"]
-        text, reason = choice["text"], choice["finish_reason"]
-    assert text == full[: full.index(stop)] and reason == "stop"
-    assert usage["completion_tokens"] == next(n for n in range(31) if stop in text_of(expected_tokens()[:n]))
+    asked = body | {"stream": is_stream, "stream_options": {"include_usage": True}}
+    documents, text = documents_of(client.post("/v1/completions", json=asked))
+    last = [choice for document in documents for choice in document["choices"]][-1]
+    assert text == full[: full.index(stop)] and last["finish_reason"] == "stop"
+    count = next(n for n in range(31) if stop in text_of(expected_tokens()[:n]))
+    assert documents[-1]["usage"]["completion_tokens"] == count
 
 
 def test_the_end_token_is_not_part_of_the_text(client: httpx.Client) -> None:

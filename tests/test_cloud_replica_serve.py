@@ -137,21 +137,13 @@ def test_an_argument_that_has_no_effect_in_a_cluster_is_refused(argument: dict[s
 
 
 @contextmanager
-def dying_target() -> Iterator[tuple[Any, list[Any]]]:
-    """A target whose engine notes what it is to call at its death."""
-    deaths: list[Any] = []
-    with fake_target() as target:
-        target.engine.on_death = deaths.append
-        yield target, deaths
-
-
-@contextmanager
 def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A front and a replica by the options, in this process; the registry names the one to the other."""
     monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
     owners = ForwardedOwners("s3cret")
     with ExitStack() as stack:
-        target, deaths = stack.enter_context(dying_target())
+        target, deaths = stack.enter_context(fake_target()), list[Any]()
+        target.engine.on_death = deaths.append
         monkeypatch.setattr(replicated, "open_target", lambda _: target)
         opened = stack.enter_context(OpenReplica(replicated._without_access(options))("000001", owners))
         owners.on_removed = opened.core.admission.revoke

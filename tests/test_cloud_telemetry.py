@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 
@@ -193,44 +191,19 @@ def test_a_clean_request_id_is_taken_over(server: FakeServer, sent: str, is_take
     assert (found == sent) is is_taken and (is_taken or len(found) == 16)
 
 
-class Lines(logging.Handler):
-    """Log lines as they would be written."""
-
-    def __init__(self, format_: LogFormat) -> None:
-        super().__init__()
-        self.setFormatter(FORMATTERS[format_])
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps the line."""
-        self.lines.append(self.format(record))
-
-
-@contextmanager
-def lines_of(format_: LogFormat) -> Iterator[list[str]]:
-    """What Outrider logs meanwhile."""
-    handler = Lines(format_)
-    logging.getLogger("outrider").addHandler(handler)
-    try:
-        yield handler.lines
-    finally:
-        logging.getLogger("outrider").removeHandler(handler)
-
-
 @pytest.mark.parametrize("format_", LogFormat)
-def test_a_failed_sequence_is_logged_with_its_request(format_: LogFormat) -> None:
+def test_a_failed_sequence_is_logged_with_its_request(
+    format_: LogFormat, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Request, trace, a hash of the session and the code; no prompt, no token, no session id."""
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, fail_on_token=PROMPT[-1])
     headers = TRACED | {"x-request-id": "the-request"}
-    with (
-        lines_of(format_) as lines,
-        serve_fake(runtime=runtime) as server,
-        httpx.Client(base_url=server.url, headers=headers) as client,
-    ):
+    monkeypatch.setattr(caplog.handler, "formatter", FORMATTERS[format_])
+    with serve_fake(runtime=runtime) as server, httpx.Client(base_url=server.url, headers=headers) as client:
         told = run_session(client, BODY)
         assert told.end.reason == "error"
         client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]})
-    session = told.open.session
+    session, lines = told.open.session, caplog.text.splitlines()
     assert not any(session in line or str(PROMPT) in line for line in lines)
     own, item = (line for line in lines if "a sequence failed: model_fault" in line)
     if format_ is LogFormat.TEXT:
@@ -254,8 +227,10 @@ def test_a_failed_sequence_is_logged_with_its_request(format_: LogFormat) -> Non
     assert {json.loads(line)["event"] for line in lines} >= {"sequence_failed", "fault"}
 
 
-def test_a_line_outside_of_requests_has_no_ids() -> None:
+def test_a_line_outside_of_requests_has_no_ids(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nothing of a record but what is listed."""
-    with lines_of(LogFormat.JSON) as lines:
-        logging.getLogger("outrider.cloud").warning("hello", extra={"prompt": SECRET})
-    assert set(json.loads(lines[0])) == {"time", "level", "event", "logger", "message"}
+    monkeypatch.setattr(caplog.handler, "formatter", FORMATTERS[LogFormat.JSON])
+    logging.getLogger("outrider.cloud").warning("hello", extra={"prompt": SECRET})
+    assert set(json.loads(caplog.text)) == {"time", "level", "event", "logger", "message"}

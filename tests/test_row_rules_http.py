@@ -270,29 +270,33 @@ def test_run_has_options_of_rules() -> None:
     assert rules == ProcessorOptions(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
     request = make_request(options, fake_tokenizer())
     assert request.processors.bad_words and request.plan.stop_ids == {EOS_ID}
-    with pytest.raises(ConfigError, match=r"--logit-bias is '7'"):
-        RunOptions(prompt="a", logit_bias=["7"])
-    with pytest.raises(SamplingError, match=r"^typical_p"):
-        RunOptions(prompt="a", param=["typical_p=0"])
-    for wrong in ("top_p", "top_k=1.5", "length=3", "min_p=x", "min_p=nan", "min_p=1e999"):
-        with pytest.raises(ConfigError, match="expected NAME=NUMBER, with one of top_k, top_p"):
-            RunOptions(prompt="a", param=[wrong])
-    with pytest.raises((ConfigError, SamplingError)):
-        RunOptions(prompt="a", param=[f"top_k={'9' * 400}"])
+    no_number = "expected NAME=NUMBER, with one of top_k, top_p"
+    wrong: list[tuple[dict[str, Any], type[Exception] | tuple[type[Exception], ...], str]] = [
+        ({"logit_bias": ["7"]}, ConfigError, r"--logit-bias is '7'"),
+        ({"param": ["typical_p=0"]}, SamplingError, r"^typical_p"),
+        ({"param": [f"top_k={'9' * 400}"]}, (ConfigError, SamplingError), "top_k"),
+        *(
+            ({"param": [each]}, ConfigError, no_number)
+            for each in ("top_p", "top_k=1.5", "length=3", "min_p=x", "min_p=nan", "min_p=1e999")
+        ),
+    ]
+    for given, error, told in wrong:
+        with pytest.raises(error, match=told):
+            RunOptions(prompt="a", **given)
 
 
-SCHEMA = {
+SCHEMA = """{
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
     "required": ["city", "days"],
-    "additionalProperties": False,
-}
+    "additionalProperties": false
+}"""
 
 
 @pytest.fixture
 def schema(tmp_path: Path) -> Path:
     path = tmp_path / "schema.json"
-    path.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    path.write_text(SCHEMA)
     return path
 
 
@@ -330,18 +334,30 @@ def test_a_device_without_the_library_drafts_without(monkeypatch: pytest.MonkeyP
     assert request.grammar == GrammarSpec("regex", "a") and request.draft_grammar is None
 
 
-def test_options_of_grammars_are_checked(schema: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"schema": SCHEMA, "regex": "a"}, ConfigError, "--schema and --regex both say which texts are allowed"),
+        ({"schema": None}, ConfigError, "--schema .*schema.json cannot be read: No such file"),
+        ({"schema": "{"}, RequestError, "not JSON"),
+        ({"schema": "[]"}, RequestError, "expected an object"),
+        ({"regex": "a", "ignore_eos": True}, ConfigError, "so --ignore-eos would have no effect"),
+    ],
+)
+def test_options_of_grammars_are_checked(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], told: str
+) -> None:
     """Before a model is loaded."""
-    with pytest.raises(ConfigError, match=r"--schema and --regex both say which texts are allowed"):
-        RunOptions("x", schema=schema, regex="a")
-    with pytest.raises(ConfigError, match=r"--schema .*nowhere.json cannot be read: No such file"):
-        RunOptions("x", schema=tmp_path / "nowhere.json")
-    for wrong, message in (("{", "not JSON"), ("[]", "expected an object")):
-        schema.write_text(wrong)
-        with pytest.raises(RequestError, match=message):
-            RunOptions("x", schema=schema)
-    with pytest.raises(ConfigError, match="so --ignore-eos would have no effect"):
-        RunOptions("x", regex="a", ignore_eos=True)
+    path = tmp_path / "schema.json"
+    if schema := options.get("schema"):
+        path.write_text(schema)
+    given = options | ({"schema": path} if "schema" in options else {})
+    with pytest.raises(error, match=told):
+        RunOptions("x", **given)
+
+
+def test_options_become_a_grammar() -> None:
+    """None without one; choices in their order."""
     assert RunOptions("x").grammar is None
     assert RunOptions("x", choice_of=["b", "a"]).grammar == GrammarSpec("choice", '["b","a"]')
 
