@@ -97,7 +97,7 @@ def test_a_long_text_is_cut() -> None:
 
 
 def test_memory_forgets_what_is_old() -> None:
-    """Nobody gets it, and its memory is free again with the next call."""
+    """Nobody gets it, and its memory is free again with the next call; at the end all of it is."""
     clock = Clock()
     store = MemoryStore(10.0, clock=clock)
     store.put(place(), text(1))
@@ -107,6 +107,9 @@ def test_memory_forgets_what_is_old() -> None:
     assert find(store, place()) is None
     clock.now += 1.0
     assert store.stats().texts == store.stats().bytes == 0
+    store.put(place(), text(1))
+    store.close()
+    assert store.stats().texts == 0
 
 
 @settings(deadline=None)
