@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import socket
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from tests.drafts import make_draft
 from tests.engine_harness import refused
+from tests.raw_client import Raw
 from tests.serving import FakeServer, code_of, fake_tokenizer, save_fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import DownloadLimits, DownloadSlots, DraftFiles, ServerSettings
@@ -204,15 +204,9 @@ def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
 )
 def test_only_listed_names_lead_to_files(offered: tuple[FakeServer, Path], path: str) -> None:
     """Sent as written: a client library would tidy the path. The refusal is one of the protocol."""
-    parts = urlsplit(offered[0].url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-    try:
-        connection.request("GET", f"/v1/{path}")
-        answer = connection.getresponse()
-        content = answer.read()
-        assert answer.status == 404 and json.loads(content)["error"]["code"] and b"PRIVATE" not in content
-    finally:
-        connection.close()
+    with Raw(offered[0]) as raw:
+        status, _, content = raw.answer(f"GET /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+    assert status == 404 and json.loads(content)["error"]["code"] and b"PRIVATE" not in content
 
 
 def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

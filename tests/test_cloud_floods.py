@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import JSONResponse
+from tests.local_endpoint import chunks_of
 from tests.serving import serve_fake
 
 from outrider.cloud.api import openapi
@@ -167,19 +168,17 @@ def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
         "logprobs": 20,
         "ignore_eos": True,
         "seed": 3,
+        "temperature": 1.0,
     }
-    body["temperature"] = 1.0
     with serve_fake() as server, httpx.Client(base_url=server.url, timeout=60) as client:
         whole = client.post("/v1/completions", json=body)
         assert whole.headers.get("transfer-encoding") == "chunked"
         streamed: dict[int, dict[str, list[Any]]] = {}
-        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        found = streamed.setdefault(choice["index"], {})
-                        for name, values in choice["logprobs"].items():
-                            found.setdefault(name, []).extend(values)
+        for chunk in chunks_of(client.post("/v1/completions", json=body | {"stream": True})):
+            for choice in chunk["choices"]:
+                found = streamed.setdefault(choice["index"], {})
+                for name, values in choice["logprobs"].items():
+                    found.setdefault(name, []).extend(values)
     choices = whole.json()["choices"]
     assert [choice["logprobs"] for choice in choices] == [streamed[index] for index in range(8)]
     assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in choices)

@@ -21,6 +21,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
+from tests.raw_client import Raw
 from tests.serving import (
     code_of,
     fake_tokenizer,
@@ -72,14 +73,6 @@ def refusal(code: str, *headers: str) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def first_line(front: RunningFront, request: str) -> str:
-    """The status line of the answer to a request sent as it is."""
-    host, port = front.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
-        connection.sendall(f"{request}\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
-        return connection.recv(1 << 16).decode().split("\r\n")[0]
-
-
 @pytest.mark.parametrize(
     ("line", "status"),
     [
@@ -100,7 +93,8 @@ def test_odd_targets_are_the_clients_faults(
     front: RunningFront, caplog: pytest.LogCaptureFixture, line: str, status: int
 ) -> None:
     """No 5xx, no line in the log, and no replica that counts as lost."""
-    assert first_line(front, f"{line} HTTP/1.1").split(" ")[1] == str(status)
+    with Raw(front) as raw:
+        assert raw.answer(f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())[0] == status
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert not any(member.is_suspect for member in front.front.members)
 
@@ -125,7 +119,7 @@ def test_a_target_that_no_replica_has_changes_nothing(front: RunningFront, targe
         assert run_session(client, BODY, {"outrider-target": target}).tokens == target_tokens(PROMPT, 24)
 
 
-def test_clients_share_a_scrape(group: list[FakeReplica], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_asked_once_a_second(group: list[FakeReplica], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask for metrics at a time: a replica is asked once, and not again before a second is over."""
     asked: list[str] = []
 

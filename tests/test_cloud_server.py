@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.metrics_table import grown_by, samples
+from tests.raw_client import post
 from tests.serving import (
     FakeServer,
     StepGate,
@@ -38,9 +40,11 @@ from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.signals import ends_at_once, ends_on_sigterm
 from outrider.models.errors import SamplingError
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.interrupts import QuietInterrupt
 from outrider.models.wire.protocol import Commit, ReadyAnswer, SessionOpen, parse_event
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
@@ -101,22 +105,17 @@ def test_small_answers_have_small_headers(server: FakeServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     answers = []
     with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as stream:
-        connection.sendall(_post("/v1/sessions", json.dumps(BODY | {"max_tokens": 4000}).encode()))
+        connection.sendall(post("/v1/sessions", json.dumps(BODY | {"max_tokens": 4000}).encode()))
         while not (line := stream.readline()).startswith(b"data: "):
             answers.append(line)
         opened = parse_event(line[6:])
         assert isinstance(opened, SessionOpen)
         with socket.create_connection((host, int(port))) as second:
-            second.sendall(_post(f"/v1/sessions/{opened.session}/drafts", b'{"base":0,"paths":[[1,2,3]]}'))
+            second.sendall(post(f"/v1/sessions/{opened.session}/drafts", b'{"base":0,"paths":[[1,2,3]]}'))
             first_line = second.makefile("rb").readline()
     assert not any(line.lower().startswith((b"server:", b"date:")) for line in answers)
     assert first_line in (b"HTTP/1.1 204 No Content\r\n", b"HTTP/1.1 409 Conflict\r\n")
     server.wait_until(server.is_empty)
-
-
-def _post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_small_writes_leave_at_once(server: FakeServer, client: httpx.Client) -> None:
@@ -291,6 +290,7 @@ import ctypes
 from types import SimpleNamespace
 from outrider.cloud.server import embedded, serve
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.signals import ends_at_once, ends_on_sigterm
 
 def load(*_):
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -345,3 +345,17 @@ def test_what_was_begun_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         serve_module.serve(ServeOptions("slow", port=0, share_tokenizer=False))
     assert ended.value.code == 128 + signal.SIGTERM and was_left
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    """A program that serves in a thread of its own keeps its handlers."""
+
+    def handlers() -> list[Any]:
+        return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+
+    def inside() -> list[Any]:
+        with ends_on_sigterm(), ends_at_once(), QuietInterrupt():
+            return handlers()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(inside).result() == handlers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.engine_harness import Clock
+from tests.raw_client import Raw, post
 from tests.serving import (
     EOS_ID,
     JSON,
@@ -220,10 +220,8 @@ def test_delete_ends_a_session() -> None:
 def test_a_disconnected_client_frees_its_sequences(path: str, request_body: bytes) -> None:
     """When the connection closes, sequences end, blocks and slots are free, and the server goes on serving."""
     with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-            connection.sendall(f"{head}content-length: {len(request_body)}\r\n\r\n".encode() + request_body)
+        with Raw(server) as raw:
+            raw.send(post(path, request_body))
             server.wait_until(lambda: server.core.engine.stats().running > 0)
             assert not server.is_empty()
         server.wait_until(lambda: not server.server.server_state.tasks)
