@@ -245,7 +245,7 @@ def waiting_front(drain: Callable[[], None] = lambda: None, *, is_early: bool = 
 
 
 def test_a_signal_ends_a_front_without_replicas() -> None:
-    """It waits for its first replica no longer; also where the signal comes before the loop runs. No loop is no fault."""
+    """It waits for its first replica no longer; also where the signal comes before the loop runs."""
     with waiting_front() as server:
         server.begin_drain()
     with waiting_front(is_early=True) as early:
