@@ -5,6 +5,7 @@ python -m tests.metrics_table
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -95,6 +96,18 @@ def serve_all() -> Iterator[Scraped]:
                 run_session(client, {"prompt": [5, 17, 99, 3], "max_tokens": 12, "ignore_eos": True})
                 client.get("/nowhere")
         yield Scraped(server, front)
+
+
+def samples(url: str) -> dict[str, float]:
+    """A scrape: values by sample name and labels."""
+    found = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    return {s.name + json.dumps(s.labels, sort_keys=True): s.value for family in found for s in family.samples}
+
+
+def grown_by(before: dict[str, float], after: dict[str, float], name: str, **labels: str) -> float:
+    """What was added to `outrider_NAME` between two scrapes; 0 is before and after where it is not there."""
+    key = f"outrider_{name}" + json.dumps(labels, sort_keys=True)
+    return after.get(key, 0.0) - before.get(key, 0.0)
 
 
 def families(scraped: Scraped) -> list[Metric]:

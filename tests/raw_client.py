@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+from typing import TYPE_CHECKING
 
 from tests.serving import FakeServer
 from tests.waiting import TIMEOUT_S
 
 from outrider.models.ingress.connections import ConnectionLimits
+
+if TYPE_CHECKING:
+    from tests.fronts import RunningFront
 
 PROMPT = [5, 17, 99, 3]
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -21,7 +25,7 @@ ENOUGH = ConnectionLimits(header_s=TIMEOUT_S, body_grace_s=TIMEOUT_S)
 class Raw:
     """A client that writes its own bytes."""
 
-    def __init__(self, server: FakeServer, connection: socket.socket | None = None) -> None:
+    def __init__(self, server: FakeServer | RunningFront, connection: socket.socket | None = None) -> None:
         host, _, port = server.url.rpartition("/")[2].partition(":")
         self.socket = connection or socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
         self._stream = self.socket.makefile("rb")

@@ -1,12 +1,17 @@
-"""Parses `outrider-cloud serve` command lines as the command does, without running them."""
+"""Parses `outrider-cloud serve` command lines as the command does, and uses a server that the test itself runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 import typer.main
+from tests.waiting import wait_until
 
 from outrider.cloud.server.main import app
 
@@ -17,3 +22,31 @@ def serve_options(words: Sequence[str]) -> dict[str, Any]:
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group)
     return group.commands["serve"].make_context("serve", list(words[2:])).params
+
+
+@contextmanager
+def used_beside(port_file: Path, use: Callable[[str], None]) -> Iterator[None]:
+    """Calls `use` with the URL in a thread once the body serves and has written its port; then SIGTERM ends it."""
+    failures: list[BaseException] = []
+    has_failed = threading.Event()
+
+    def beside() -> None:
+        try:
+            wait_until(port_file.exists)
+            use(f"http://127.0.0.1:{port_file.read_text().strip()}")
+        except BaseException as error:
+            failures.append(error)
+        if not has_failed.is_set():
+            signal.raise_signal(signal.SIGTERM)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        has_failed.set()  # nobody would handle the signal
+        raise
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -36,6 +36,7 @@ from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_casca
 from outrider.cloud.server.offered import find_offered, find_tokenizer_files
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import UpstreamClient, UpstreamRetry
+from outrider.models.http.keys import ApiKey
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -85,6 +86,11 @@ def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True, chat_temp
 def bearer(key: str) -> dict[str, str]:
     """The header that carries a key."""
     return {"authorization": f"Bearer {key}"}
+
+
+def key_line(key: str, attributes: str = "") -> str:
+    """The line of a key file that has a key's digest."""
+    return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}".strip()
 
 
 def code_of(answer: httpx.Response) -> tuple[int, str]:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +26,7 @@ from tests.serving import (
 )
 from tests.test_vllm_options import installed
 
-from outrider.cloud.api.state import NamedModel, ServedModel
+from outrider.cloud.api.state import NamedModel
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.serve import open_target
@@ -343,13 +342,3 @@ def test_vllm_makes_room_for_all_adapters() -> None:
         rows = found["max_num_seqs"] * 17
         assert 32 <= found["max_num_seqs"] <= given["max_num_seqs"] and rows <= found["max_num_batched_tokens"]
     assert tuple(sorted(RANKS)) == RANKS
-
-
-def test_a_models_names_are_found() -> None:
-    """Nothing, "" and its own name are the model itself."""
-    tokenizer: Any = SimpleNamespace(fingerprint="f", chat_template=None, has_chat_template=False)
-    model = ServedModel.__new__(ServedModel)
-    for name, value in {"name": "m", "tokenizer": tokenizer, "target": "t", "adapters": ADAPTERS}.items():
-        object.__setattr__(model, name, value)
-    assert model.named(None) == model.named("") == model.named("m") == NamedModel("m", "t")
-    assert model.named("sql") == NamedModel("sql", "5" * 16, "sql")

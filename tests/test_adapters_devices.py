@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from tests import agents
 from tests.commands import Outrider
+from tests.drafts import make_draft
 from tests.fronts import report_of
 from tests.local_endpoint import serve_local
 from tests.serving import (
     FakeServer,
     StepGate,
     code_of,
-    fake_tokenizer,
-    save_fake_tokenizer,
     serve_fake,
     target_tokens,
 )
 from tests.test_adapters import ADAPTERS, PROMPT
-from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import NamedModel, ServedModel
@@ -37,13 +37,13 @@ from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import Fleet
-from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, Mode
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
-from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointUnfit, ProtocolBroken
+
+RETRY = RetryPolicy(max_failures=3, max_outage_s=0.0, max_loading_s=0.0)
 
 
 @pytest.fixture
@@ -55,23 +55,12 @@ def cloud() -> Iterator[FakeServer]:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def generate(urls: list[str], model: str | None, mode: Mode) -> tuple[int, ...]:
-    """The text that a device gets of a model from the first of these servers that has it."""
-
-    async def ask() -> tuple[int, ...]:
-        clients = [VerifierClient(url, ClientOptions(model=model)) for url in urls]
-        retry = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
-        fleet = Fleet(clients)
-        try:
-            drafter = None if mode is Mode.CLOUD_ONLY else NgramDrafter()
-            agent = make_agent(mode, Endpoints(clients, retry, fleet=fleet), drafter)
-            return (await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True))).tokens
-        finally:
-            await fleet.aclose()
-            for client in clients:
-                await client.aclose()
-
-    return asyncio.run(ask())
+def generate(urls: list[str], model: str | None, mode: Mode, max_tokens: int = 12, **more: Any) -> GenerationResult:
+    """The text that a device gets of a model from the first of these servers that has it. more: see agents.generate."""
+    drafter = None if mode is Mode.CLOUD_ONLY else NgramDrafter()
+    request = GenerationRequest(tuple(PROMPT), max_tokens=max_tokens, ignore_eos=True)
+    options = ClientOptions(model=model)
+    return asyncio.run(agents.generate(urls, request, drafter, mode=mode, options=options, retry=RETRY, **more))
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -79,41 +68,28 @@ def test_a_device_asks_for_a_model(cloud: FakeServer, mode: Mode) -> None:
     """In sessions and verifications. A server that does not have it is passed over; where none has, it is said."""
     expected = tuple(target_tokens(PROMPT, 12))
     with serve_fake() as without:
-        assert generate([without.url, cloud.url], "sql", mode) == expected
-        assert generate([cloud.url], None, mode) == generate([cloud.url], "fake", mode) == expected
+        for urls, model in (([without.url, cloud.url], "sql"), ([cloud.url], None), ([cloud.url], "fake")):
+            assert generate(urls, model, mode).tokens == expected
         with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for: this server serves fake"):
             generate([without.url], "sql", mode)
 
 
-def test_a_text_goes_on_with_its_adapter_at_another_server() -> None:
+@pytest.mark.parametrize(("others", "is_same"), [(ADAPTERS, True), ({"sql": "7" * 16}, False)])
+def test_a_text_goes_on_with_its_adapter_at_another_server(others: dict[str, str], is_same: bool) -> None:
     """Where a session is cut in mid-text, another server goes on if its adapter of that name is the same one."""
+    lost: list[int] = []
 
-    async def go_on(first: FakeServer, second: FakeServer, gate: StepGate) -> tuple[int, ...]:
-        clients = [VerifierClient(each.url, ClientOptions(model="sql")) for each in (first, second)]
-        agent = StreamAgent(Endpoints(clients, RetryPolicy(max_failures=3, max_outage_s=0.0, max_loading_s=0.0)))
+    def lose(_: object) -> None:
+        if not lost:  # while the engine stands at the gate
+            lost.extend(session.sequence_id for session in first.core.sessions.values())
+            first.core.engine.cancel(lost[0])
+            first.gate.open()
 
-        lost: list[int] = []
-
-        def lose(_: object) -> None:
-            if not lost:  # while the engine stands at the gate
-                lost.extend(session.sequence_id for session in first.core.sessions.values())
-                first.core.engine.cancel(lost[0])
-                gate.open()
-
-        gate.allow(2)
-        try:
-            result = await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=40, ignore_eos=True), lose)
-            assert result.num_sessions == 2
-            return result.tokens
-        finally:
-            for client in clients:
-                await client.aclose()
-
-    for others, is_same in ((ADAPTERS, True), ({"sql": "7" * 16}, False)):
-        gate = StepGate()
-        with serve_fake(adapters=ADAPTERS, gate=gate) as first, serve_fake(adapters=others) as second:
-            assert asyncio.run(go_on(first, second, gate)) == tuple(target_tokens(PROMPT, 40))
-            assert (second.core.engine.stats().totals.committed > 0) == is_same  # else the first one has to go on
+    with serve_fake(adapters=ADAPTERS, gate=StepGate()) as first, serve_fake(adapters=others) as second:
+        first.gate.allow(2)
+        result = generate([first.url, second.url], "sql", Mode.STREAM, 40, on_tokens=lose)
+        assert result.num_sessions == 2 and result.tokens == tuple(target_tokens(PROMPT, 40))
+        assert (second.core.engine.stats().totals.committed > 0) == is_same  # else the first one has to go on
 
 
 def test_a_cascade_has_no_adapters(cloud: FakeServer) -> None:
@@ -138,7 +114,7 @@ async def test_an_older_server_is_told_apart() -> None:
     async with VerifierClient("http://x", ClientOptions(model="sql"), transport) as client:
         with pytest.raises(EndpointUnfit, match="serves no model 'sql'; it serves old"):
             await client.model_facts()
-        agent = StreamAgent(Endpoints([client], RetryPolicy(max_failures=2)))
+        agent = StreamAgent(Endpoints([client], RETRY))
         with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for"):
             await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=2))
     async with VerifierClient("http://x", ClientOptions(model="old"), transport) as client:
@@ -155,11 +131,7 @@ def test_no_text_is_another_models(cloud: FakeServer, monkeypatch: pytest.Monkey
 
 def test_run_asks_for_a_model(cloud: FakeServer, tmp_path: Path, outrider: Outrider) -> None:
     """`outrider run --model`; not with a verifier of its own."""
-    with BundleWriter(tmp_path / "draft") as writer:
-        save_fake_tokenizer(writer.directory)
-        for suffix in ("xml", "bin"):
-            (writer.directory / f"openvino_model.{suffix}").write_text("none")
-        draft = writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+    draft = make_draft(tmp_path / "draft").path
     given = ["run", "def f", "--cloud", cloud.url, "--draft", str(draft), "--runtime", "ngram", "--seed", "5"]
     text = outrider(*given, "--max-tokens", "8").out
     assert outrider(*given, "--max-tokens", "8", "--model", "sql").out == text
@@ -229,9 +201,7 @@ def test_a_text_goes_on_at_a_replica_that_has_its_adapter() -> None:
     """While another version is rolled out, by the identity of the adapter that began it."""
     members = Members()
     old, new = report_of("000001", target="old", running=3), report_of("000002", target="new")
-    old = type(old)(**{name: getattr(old, name) for name in old.__slots__} | {"adapters": frozenset({"old sql"})})
-    new = type(new)(**{name: getattr(new, name) for name in new.__slots__} | {"adapters": frozenset({"new sql"})})
-    members.update([old, new])
+    members.update([replace(each, adapters=frozenset({f"{each.ready.target} sql"})) for each in (old, new)])
     for target, tag in (("old sql", "000001"), ("new sql", "000002"), ("old", "000001"), (None, "000002")):
         chosen = members.choose(b"o", target=target)
         assert chosen is not None and chosen.report.tag == tag

@@ -1,14 +1,21 @@
 """A cascade's text is the target's own, whatever the mid-size verifier commits first, and whatever fails.
 
 Two real verifiers on loopback ports speak the fake language; the mid-size verifier agrees with the
-target as often as asked.
+target as often as asked. A device before them drafts after provisional tokens, and shows confirmed ones only.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+
 import httpx
 import pytest
-from tests.cascades import LENGTH, PROMPT, SETTINGS, Cascade, asking, cascade
+from tests.agents import drafter
+from tests.cascades import LENGTH, PROMPT, SETTINGS, VOCAB, Cascade, asking, cascade
+from tests.fake_runtime import FakeSequenceRuntime
+from tests.local_endpoint import documents_of, serve_local
 from tests.serving import (
     StepGate,
     code_of,
@@ -23,8 +30,18 @@ from outrider.cloud.upstream.mid import DeviceDrafts
 from outrider.cloud.upstream.upstream import (
     UpstreamRetry,
 )
+from outrider.edge.drafting.depth import CostModelDepth
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.tree import GuessTree
+from outrider.edge.drafting.worker import TreeLimits
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
+from outrider.edge.results import GenerationRequest
+from outrider.models.client.checks import SessionCheck
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import ProtocolBroken
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import Commit, SessionEnd
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 SOON = UpstreamRetry(max_failures=2, max_outage_s=0.0, first_pause_s=0.001, max_pause_s=0.001)
@@ -125,15 +142,8 @@ def test_a_session_that_does_not_ask_gets_no_provisional_token(usual: Cascade) -
 def test_completions_only_give_confirmed_text(usual: Cascade, is_streamed: bool) -> None:
     """The OpenAI-compatible endpoint answers as the target's own."""
     body = {"model": "big", "prompt": PROMPT, "max_tokens": 24, "seed": 3, "temperature": 0.8, "stream": is_streamed}
-    texts = []
-    for url in (usual.big.url, usual.mid.url):
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=30.0)
-        assert answer.status_code == 200
-        if is_streamed:
-            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-            texts.append("".join(httpx.Response(200, text=line).json()["choices"][0]["text"] for line in lines))
-        else:
-            texts.append(answer.json()["choices"][0]["text"])
+    urls = (usual.big.url, usual.mid.url)
+    texts = [documents_of(httpx.post(url + "/v1/completions", json=body, timeout=30.0))[1] for url in urls]
     assert texts[0] == texts[1] != ""
 
 
@@ -221,3 +231,83 @@ def test_a_stop_id_ends_the_text_where_the_target_has_it(usual: Cascade) -> None
     stop = truth[20]
     session = run_session(usual.client, asking(stop_ids=[stop]))
     assert session.tokens == truth[: truth.index(stop) + 1] and session.end.reason == "stop"
+
+
+# -- a device before a cascade -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_device_shows_only_confirmed_tokens_and_its_text_is_the_targets(width: int) -> None:
+    """The first text learns that the server is a cascade, the next ones ask for provisional tokens."""
+
+    async def show_all(url: str) -> None:
+        estimates, options = Estimates(), AgentOptions(tree=TreeLimits(width=width))
+        async with VerifierClient(url) as client:
+            agent = StreamAgent(Endpoints([client]), drafter(), CostModelDepth(estimates), estimates, options)
+            for params in SETTINGS:
+                shown: list[int] = []
+                request = GenerationRequest(tuple(PROMPT), params, LENGTH, ignore_eos=True)
+                result = await agent.generate(request, lambda batch, shown=shown: shown.extend(batch.tokens))  # type: ignore[misc]
+                assert list(result.tokens) == target_tokens(PROMPT, LENGTH, params) == shown
+                assert result.draft_error is None and agent.with_mid == {url}
+
+    with cascade(0.8) as running:
+        asyncio.run(show_all(running.mid.url))
+
+
+@pytest.mark.parametrize("is_cascade", [True, False])
+def test_the_first_text_of_an_endpoint_asks_for_provisional_tokens(
+    usual: Cascade, is_cascade: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its texts has an agent of its own, which knows from GET /v1/model what the server is."""
+    asked: dict[str, list[bool]] = {}
+    open_session = VerifierClient.open_session
+
+    def noted(
+        client: VerifierClient, request: SessionRequest, target: str | None = None
+    ) -> AbstractAsyncContextManager[AsyncGenerator[SessionEvent, None]]:
+        asked.setdefault(client.url, []).append(request.provisional)
+        return open_session(client, request, target)
+
+    monkeypatch.setattr(VerifierClient, "open_session", noted)
+    url = (usual.mid if is_cascade else usual.big).url
+    with serve_local(url, runtime=FakeSequenceRuntime(vocab_size=VOCAB)) as local:
+        for _ in range(2):
+            local.post({"prompt": "ab", "max_tokens": 3})
+    assert asked[url] == [is_cascade] * 2
+
+
+def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:
+    """So does one that comes before the known text, or none at all."""
+    opened = SessionOpen(session="s", model="m", vocab_size=100)
+    asked = SessionRequest(prompt=[1], max_tokens=10)
+    check = SessionCheck("http://x", asked.model_copy(update={"provisional": True}))
+    for event in (opened, Commit(base=0, tokens=[1, 2], provisional=True), Commit(base=0, tokens=[1])):
+        check(event)
+    check(Commit(base=1, tokens=[2, 3], provisional=True))
+    for wrong in (Commit(base=0, tokens=[4], provisional=True), Commit(base=1, tokens=[], provisional=True)):
+        with pytest.raises(ProtocolBroken):
+            check(wrong)
+    with pytest.raises(ProtocolBroken, match="0 to 99"):
+        check(Commit(base=2, tokens=[100], provisional=True))
+    plain = SessionCheck("http://x", asked)
+    plain(opened)
+    with pytest.raises(ProtocolBroken, match="only where"):
+        plain(Commit(base=0, tokens=[1], provisional=True))
+
+
+def test_only_the_last_provisional_token_waits_to_be_expanded() -> None:
+    """The draft goes on from the provisional text; a commit moves the root along, and drops what it contradicts."""
+    tree = GuessTree(lambda cell: 0.5)
+    tree.add_trunk([7, 8, 9])
+    (tip,) = tree.take_best(4, 0.5, 8)
+    assert tip.path() == [7, 8, 9]
+    tree.expand(tip, [])
+    tree.add_trunk([7, 8, 9, 10])
+    (tip,) = tree.take_best(4, 0.5, 8)
+    assert tip.path() == [7, 8, 9, 10]
+    assert [node.token for node in tree.take_unsent(0.9, 8)] == [7, 8, 9, 10]
+    tree.advance(7)
+    tree.advance(5)
+    tree.replant()
+    assert tree.num_nodes == 0 and [node.path() for node in tree.take_best(4, 0.5, 8)] == [[]]

@@ -29,6 +29,7 @@ from tests.hostile_bodies import (
     HostileBody,
 )
 from tests.serving import (
+    JSON,
     FakeServer,
     StepGate,
     fake_tokenizer,
@@ -94,34 +95,30 @@ def test_a_hostile_body_gets_one_error(
 ) -> None:
     """However many elements are wrong, validation stops at the first; no such text is tokenized."""
     server, session = server_and_session
-    collected: list[int] = []
-    tokenized: list[int] = []
-    sought: list[int] = []
+    noted = Counter[str]()
 
     def spy(faults: list[Any], **options: Any) -> RequestError:
-        collected.append(len(faults))
+        noted["faults"] += len(faults)
         error: RequestError = from_validation(faults, **options)
         return error
 
     def encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
-        tokenized.append(len(text))
+        noted["tokenized"] += 1
         return []
 
     for module in (requests_module, verify_module):
         monkeypatch.setattr(module, "from_validation", spy)
 
     async def seek(self: Admission, request: GenerateRequest) -> GenerateRequest:
-        sought.append(len(request.prompt))
+        noted["sought"] += 1
         return request
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     monkeypatch.setattr(Admission, "sought", seek)
-    headers = {"content-type": "application/json"}
-    path = body.path.format(session=session)
-    max_bytes = MAX_DRAFT_BYTES if body.path == DRAFTS else MAX_BYTES
-    answer = httpx.post(server.url + path, content=body.make(max_bytes), headers=headers, timeout=60)
+    content = body.make(MAX_DRAFT_BYTES if body.path == DRAFTS else MAX_BYTES)
+    answer = httpx.post(server.url + body.path.format(session=session), content=content, headers=JSON, timeout=60)
     assert (answer.status_code // 100, answer.json()["error"]["code"]) == (4, body.code)
-    assert sum(collected) <= 2 and not tokenized and not sought
+    assert noted["faults"] <= 2 and noted.keys() <= {"faults"}
     assert len(answer.content) < 1000
 
 

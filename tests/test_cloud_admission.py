@@ -18,6 +18,7 @@ from tests.serving import (
     StepGate,
     bearer,
     code_of,
+    key_line,
     open_session,
     run_session,
     serve_fake,
@@ -42,7 +43,7 @@ BODIES: dict[str, dict[str, Any]] = {"/v1/verify": {"items": [{"prefix": PROMPT}
 
 def ring(attributes: str) -> KeyRing:
     """KEY with these attributes, and OTHER as it is."""
-    return KeyRing([ApiKey.parse(f"sha256:{OWNER.hex()} name=limited {attributes}"), OTHER])
+    return KeyRing([ApiKey.parse(key_line(KEY, f"name=limited {attributes}")), OTHER])
 
 
 class Scripted:
@@ -207,20 +208,18 @@ async def test_slots_of_an_owner_may_be_fewer_or_more() -> None:
 # -- priorities and deadlines ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("asked", "given_"), [(None, 5), (3, 3), (9, 5), (-100, -100)])
-def test_a_request_gets_no_more_than_its_keys_priority(asked: int | None, given_: int) -> None:
-    """The key's is the default and the most."""
-    engine, clock, admission = admission_of(ring("priority=5"))
+@pytest.mark.parametrize(
+    ("keys", "asked", "given_"),
+    [
+        *((ring("priority=5"), asked, most) for asked, most in ((None, 5), (3, 3), (9, 5), (-100, -100))),
+        *((KeyRing(), asked, most) for asked, most in ((None, 0), (100, 0), (-7, -7))),
+    ],
+)
+def test_a_request_gets_no_more_than_its_keys_priority(keys: KeyRing, asked: int | None, given_: int) -> None:
+    """The key's is the default and the most. Without keys a client may put itself last, and never first."""
+    engine, clock, admission = admission_of(keys)
     admission.submit(request_of(PROMPT), lambda event: None, Asked(clock.now, priority=asked))
     assert engine.taken[0][0].asker.priority == given_
-
-
-def test_without_a_key_there_is_no_priority() -> None:
-    """A client may put itself last, and never first."""
-    engine, clock, admission = admission_of(KeyRing())
-    for asked in (None, 100, -7):
-        admission.submit(request_of(PROMPT, b"127.0.0.1"), lambda event: None, Asked(clock.now, priority=asked))
-    assert [request.asker.priority for request, _ in engine.taken] == [0, 0, -7]
 
 
 def test_the_time_before_the_engine_counts_against_a_deadline() -> None:

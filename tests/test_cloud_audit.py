@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import StepGate, open_session, run_session, serve_fake
+from tests.serving import StepGate, key_line, open_session, run_session, serve_fake
 from tests.waiting import wait_until
 
 from outrider.cloud.api.audit import MAX_REFUSED_LINES, MAX_WAITING, AuditLog
@@ -32,7 +32,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def settings_of(log: AuditLog) -> ServerSettings:
     """With one named key."""
-    return ServerSettings(KeyRing([ApiKey.parse(f"sha256:{ApiKey.plain(KEY).digest.hex()} name=team-a")]), audit=log)
+    return ServerSettings(KeyRing([ApiKey.parse(key_line(KEY, "name=team-a"))]), audit=log)
 
 
 def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:

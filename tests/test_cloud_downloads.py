@@ -1,34 +1,32 @@
-"""Tests what a server offers: which drafts, files by Range, and the bounds on downloads."""
+"""Tests what a server offers: which drafts, its target's tokenizer, files by Range, and the bounds on downloads."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
 import json
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from tests.drafts import make_draft
 from tests.engine_harness import refused
+from tests.raw_client import Raw
 from tests.serving import FakeServer, code_of, fake_tokenizer, save_fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import DownloadLimits, DownloadSlots, DraftFiles, ServerSettings
-from outrider.cloud.server import serve as serve_module
-from outrider.cloud.server.offered import find_offered
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.offered import find_offered, find_tokenizer_files
 from outrider.models.bundle.bundle import hash_file
-from outrider.models.errors import ConfigError, RequestError
+from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.offered import DraftList
+from outrider.models.wire.offered import DraftList, TokenizerFiles
 
 WEIGHTS = "/v1/drafts/cpu-int8/openvino_model.bin"
+TOKENIZER = "/v1/tokenizer/tokenizer.json"
 CONTENT = bytes(range(256)) * 8
 
 
@@ -186,25 +184,12 @@ def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
         *(
             f"drafts/{path}"
             for path in (
-                "../secret.txt",
-                "..%2fsecret.txt",
-                "%2e%2e/secret.txt",
-                "cpu-int8/../secret.txt",
-                "cpu-int8/..%2f..%2fetc%2fpasswd",
-                "cpu-int8/%2fetc/passwd",
-                "cpu-int8//openvino_model.bin",
-                "cpu-int8/./openvino_model.bin",
-                "cpu-int8/openvino_model.bin%00",
-                "cpu-int8/..%5csecret.txt",
-                "cpu-int8/openvino_model.bin/",
-                "cpu-int8/unlisted.md",
-                "cpu-int8/",
-                "./openvino_model.bin",
-                "CPU-INT8/openvino_model.bin",
-                "....//secret.txt",
-                "..;/secret.txt",
-                "%252e%252e/secret.txt",
-                "cpu-int8/../../../../../../etc/passwd",
+                *("../secret.txt", "..%2fsecret.txt", "%2e%2e/secret.txt", "....//secret.txt", "..;/secret.txt"),
+                *("cpu-int8/../secret.txt", "cpu-int8/..%5csecret.txt", "%252e%252e/secret.txt"),
+                *("cpu-int8/..%2f..%2fetc%2fpasswd", "cpu-int8/%2fetc/passwd", "cpu-int8/../../../../../../etc/passwd"),
+                *("cpu-int8//openvino_model.bin", "cpu-int8/./openvino_model.bin", "cpu-int8/openvino_model.bin%00"),
+                *("cpu-int8/openvino_model.bin/", "CPU-INT8/openvino_model.bin", "./openvino_model.bin"),
+                *("cpu-int8/unlisted.md", "cpu-int8/"),
             )
         ),
         *(
@@ -219,35 +204,34 @@ def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
 )
 def test_only_listed_names_lead_to_files(offered: tuple[FakeServer, Path], path: str) -> None:
     """Sent as written: a client library would tidy the path. The refusal is one of the protocol."""
-    parts = urlsplit(offered[0].url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-    try:
-        connection.request("GET", f"/v1/{path}")
-        answer = connection.getresponse()
-        content = answer.read()
-        assert answer.status == 404 and json.loads(content)["error"]["code"] and b"PRIVATE" not in content
-    finally:
-        connection.close()
+    with Raw(offered[0]) as raw:
+        status, _, content = raw.answer(f"GET /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+    assert status == 404 and json.loads(content)["error"]["code"] and b"PRIVATE" not in content
 
 
-def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path) -> None:
-    """Whatever happens in the directory after the start."""
-    make_draft(tmp_path / "drafts" / "cpu-int8", content=CONTENT)
-    outside = tmp_path / "outside.bin"
-    outside.write_bytes(b"x" * 2048)
-    weights = tmp_path / "drafts" / "cpu-int8" / "openvino_model.bin"
-    with serve_fake(drafts=tmp_path / "drafts") as server:
-        weights.unlink()
-        weights.symlink_to(outside)
-        for change in (lambda: weights.unlink(), lambda: weights.write_bytes(b"short"), lambda: None):
-            answer = httpx.get(server.url + WEIGHTS)
-            assert code_of(answer) == (410, "draft_changed")
-            assert "openvino_model.bin of the draft cpu-int8 has changed" in answer.text
-            change()
+def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens in the directories after the start."""
+    drafts, own, outside = tmp_path / "drafts", tmp_path / "own", tmp_path / "outside"
+    weights = make_draft(drafts / "cpu-int8", content=CONTENT).path / "openvino_model.bin"
+    own.mkdir()
+    save_fake_tokenizer(own)
+    monkeypatch.setattr("tests.serving.fake_tokenizer", lambda **_: Tokenizer.from_dir(own, name="fake"))
+    with serve_fake(drafts=drafts) as server:
+        for path, place, code, told in (
+            (WEIGHTS, weights, "draft_changed", "openvino_model.bin of the draft cpu-int8 has changed"),
+            (TOKENIZER, own / "tokenizer.json", "tokenizer_changed", "tokenizer.json"),
+        ):
+            assert httpx.get(server.url + path).status_code == 200
+            outside.write_bytes(place.read_bytes())
+            place.unlink()
+            place.symlink_to(outside)
+            for change in (place.unlink, lambda place=place: place.write_bytes(b"short"), lambda: None):
+                answer = httpx.get(server.url + path)
+                assert code_of(answer) == (410, code) and told in answer.text
+                change()
         weights.write_bytes(CONTENT)
-        moved = tmp_path / "moved"
-        (tmp_path / "drafts" / "cpu-int8").rename(moved)
-        (tmp_path / "drafts" / "cpu-int8").symlink_to(moved, target_is_directory=True)
+        weights.parent.rename(tmp_path / "moved")
+        weights.parent.symlink_to(tmp_path / "moved", target_is_directory=True)
         assert httpx.get(server.url + WEIGHTS).status_code == 410
         assert server.core.downloads.total == 0
 
@@ -257,7 +241,7 @@ def test_downloads_need_the_key(tmp_path: Path) -> None:
     make_draft(tmp_path / "cpu-int8", content=CONTENT)
     key = "a-key-of-enough-characters"
     with serve_fake(ServerSettings(keys=KeyRing([key])), drafts=tmp_path) as server:
-        for path in ("/v1/drafts", WEIGHTS, "/v1/tokenizer", "/v1/tokenizer/tokenizer.json"):
+        for path in ("/v1/drafts", WEIGHTS, "/v1/tokenizer", TOKENIZER):
             assert httpx.get(server.url + path).status_code == 401
             assert httpx.get(server.url + path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
@@ -286,26 +270,13 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
             refused = httpx.get(server.url + WEIGHTS)
             assert code_of(refused) == (status, "too_many_downloads")
             assert int(refused.headers["retry-after"]) >= 1
-            assert code_of(httpx.get(server.url + "/v1/tokenizer/tokenizer.json")) == (status, "too_many_downloads")
+            assert code_of(httpx.get(server.url + TOKENIZER)) == (status, "too_many_downloads")
             assert httpx.get(server.url + "/v1/drafts").status_code == 200
             assert httpx.head(server.url + WEIGHTS).status_code == 200
         finally:
             slow.close()
         server.wait_until(lambda: server.core.downloads.total == 0)
         assert len(httpx.get(server.url + WEIGHTS).content) == 16 << 20
-
-
-async def test_a_refused_download_hears_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its client's other download ends before the answer."""
-    slots = DownloadSlots(DownloadLimits(max_each=1))
-
-    async def ended(seconds: float) -> None:
-        slots.add(b"", -1)
-
-    with pytest.raises(RequestError, match="this client has 1 downloads"):
-        monkeypatch.setattr("asyncio.sleep", ended)
-        async with slots.place(b""), slots.place(b""):
-            pass
 
 
 def test_a_download_that_is_too_slow_is_cut(tmp_path: Path) -> None:
@@ -327,33 +298,85 @@ def test_a_server_that_shuts_down_ends_downloads(tmp_path: Path) -> None:
         server.core.is_draining = False
 
 
-def test_the_next_command_pulls_where_drafts_are_offered(tmp_path: Path) -> None:
-    """Both commands, with the address and the key where they are needed."""
-    url = "https://cloud.example:8443"
-    line = serve_module._next_command(ServeOptions("target"), tmp_path, url, needs_key=True, has_drafts=True)
-    assert line == (
-        f"OUTRIDER_API_KEY=KEY outrider pull --server {url}, then "
-        f'OUTRIDER_API_KEY=KEY outrider run --cloud {url} --compare "def walk(path):"'
-    )
-    plain = serve_module._next_command(
-        ServeOptions("reference"), tmp_path, "http://127.0.0.1:8000", needs_key=False, has_drafts=True
-    )
-    assert plain == 'outrider pull, then outrider run --compare "def walk(path):"'
-
-
-async def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that asks again and again would keep the server busy with refusals."""
+async def test_a_refusal_comes_late_and_says_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks again and again would keep the server busy. Its other download may end before the answer."""
     slept: list[float] = []
-    own, real_sleep = threading.current_thread(), asyncio.sleep
 
     async def sleep(delay_s: float) -> None:
-        if threading.current_thread() is not own:  # a server of another test, in its thread
-            return await real_sleep(delay_s)
         slept.append(delay_s)
+        slots.add(b"", -1)
 
-    monkeypatch.setattr("outrider.cloud.api.downloads.asyncio.sleep", sleep)
-    for limits, status in ((DownloadLimits(max_each=0), 429), (DownloadLimits(max_all=0), 503)):
-        with refused("too_many_downloads", status):
-            async with DownloadSlots(limits).place(b"owner"):
-                pytest.fail("there is no place")
+    monkeypatch.setattr("outrider.cloud.api.state.asyncio", SimpleNamespace(sleep=sleep))
+    for limits, status, why in (
+        (DownloadLimits(max_each=1), 429, "this client has 1 downloads"),
+        (DownloadLimits(max_all=1), 503, "1 downloads"),
+    ):
+        slots = DownloadSlots(limits)
+        with refused("too_many_downloads", status, why):
+            async with slots.place(b""), slots.place(b""):
+                pass
     assert slept == [1.0, 1.0]
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_is_listed_and_can_be_loaded_again(tmp_path: Path) -> None:
+    """Its files have the bytes and hashes of the list."""
+    own = fake_tokenizer()
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        listed = TokenizerFiles.model_validate(client.get("/v1/tokenizer").json())
+        assert (listed.model, listed.target, listed.tokenizer) == ("fake", server.core.model.target, own.fingerprint)
+        assert {file.path for file in listed.files} == {path.name for path in own.directory.iterdir()}
+        for file in listed.files:
+            answer = client.get(f"/v1/tokenizer/{file.path}")
+            assert answer.status_code == 200 and answer.headers["etag"] == f'"{file.sha256}"'
+            (tmp_path / file.path).write_bytes(answer.content)
+            assert (len(answer.content), hash_file(tmp_path / file.path)) == (file.size, file.sha256)
+    loaded = Tokenizer.from_dir(tmp_path)
+    assert (loaded.fingerprint, loaded.eos_token_ids) == (own.fingerprint, own.eos_token_ids)
+    assert loaded.template_source() == own.template_source()
+
+
+def test_a_tokenizer_that_is_not_shared_is_refused_by_name() -> None:
+    """The list and every file; what a device can do instead is said."""
+    with serve_fake(shares_tokenizer=False) as server:
+        for path in ("/v1/tokenizer", TOKENIZER, "/v1/tokenizer/none"):
+            answer = httpx.get(server.url + path)
+            assert code_of(answer) == (404, "tokenizer_not_shared")
+            assert "--no-share-tokenizer" in answer.text and "--tokenizer DIR" in answer.text
+
+
+def test_a_cascade_shares_the_tokenizer_of_its_own_bundle() -> None:
+    """It has the target's fingerprint, and the list has the target's name and identity."""
+    with serve_fake(name="large") as target, serve_fake(upstream=target.url) as mid:
+        of_target, of_mid = (httpx.get(each.url + "/v1/tokenizer").json() for each in (target, mid))
+        assert of_mid == of_target and of_mid["model"] == "large"
+
+
+def test_links_in_a_hub_cache_are_followed_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model's directory may come from anybody, and a link in it may name any file of the machine."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_fake_tokenizer(snapshot)
+    (snapshot / "weights.safetensors").write_bytes(b"weights")
+    (snapshot / "tokenizer.json").rename(blobs / "one")
+    (snapshot / "tokenizer.json").symlink_to(Path("..", "..", "blobs", "one"))
+    found = find_tokenizer_files(snapshot)
+    assert found is not None and set(found) == {"tokenizer.json", "tokenizer_config.json"}
+    assert found["tokenizer.json"].place == blobs / "one"
+    assert found["tokenizer.json"].entry.sha256 == hash_file(blobs / "one")
+    (tmp_path / "secret").write_text("PRIVATE")
+    (snapshot / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert find_tokenizer_files(snapshot) is None
+    assert "is not shared: chat_template.jinja is a link that leads out of the model's directory" in caplog.text
+
+
+def test_a_tokenizer_that_is_too_large_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server starts without it, and says why."""
+    monkeypatch.setattr("outrider.cloud.server.offered.MAX_SHARED_BYTES", 100)
+    assert find_tokenizer_files(fake_tokenizer().directory) is None
+    assert "at most 100 are shared" in caplog.text

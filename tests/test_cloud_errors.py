@@ -45,7 +45,7 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert (answer.status_code, ErrorAnswer.model_validate_json(answer.content).error.code) == (status, code)
     body = answer.json()
     assert set(body) == {"error", "request_id"} and set(body["error"]) == {"code", "message", "type", "param"}
-    assert body["request_id"]
+    assert body["request_id"] == answer.headers["x-request-id"] != ""
     assert "Traceback" not in answer.text and ".py" not in answer.text
     error: dict[str, Any] = body["error"]
     return error

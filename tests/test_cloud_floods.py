@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import JSONResponse
+from tests.local_endpoint import chunks_of
 from tests.serving import serve_fake
 
 from outrider.cloud.api import openapi
@@ -28,14 +29,22 @@ from outrider.models.process.tally import RequestTally
 KEY = "a-key-of-this-test"
 
 
-def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For how long requests are to wait; they do not."""
+    found: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        found.append(round(seconds, 6))
+
+    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_clients_requests_are_spaced_and_probes_are_never_refused(waits: list[float]) -> None:
     """A burst at once, then so many a second: of a key, of an address for all that come without an accepted one, who
     get fewer, and of an address where no key is needed.
     """
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(round(seconds, 6))
 
     async def app(*_: Any) -> None:
         pass
@@ -57,7 +66,6 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
     paced._requests = Pacer(100.0, 3, clock=lambda: 0.0)
     paced._strangers = Pacer(10.0, 3, clock=lambda: 0.0)
     paced._probes = Pacer(10.0, 1, clock=lambda: 0.0)
-    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
     assert asked(5) == [0.1, 0.2]
     assert asked(2, key="a-key-that-nobody-has") == [0.3, 0.4]
     assert asked(3, key=KEY) == asked(3, address="10.0.0.2") == []
@@ -71,13 +79,9 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
     assert asked(2) == [0.1]
 
 
-def test_refused_drafts_wait_and_accepted_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_drafts_wait_and_accepted_ones_do_not(waits: list[float]) -> None:
     """Their route is not paced: a device posts many times a second, within budgets of its own."""
-    waits: list[float] = []
     refusal: RequestError | None = RequestError("unauthorized", "no key", status=401)
-
-    async def sleep(seconds: float) -> None:
-        waits.append(round(seconds, 6))
 
     async def deliver(*_: Any) -> Any:
         if refusal is not None:
@@ -111,23 +115,12 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(monkeypatch: pytest.Monkey
         num_dropped=Counter(),
     )
     paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
-    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
     assert asked(5) == [0.1, 0.2] and asked(3, "10.0.0.2") == []
     assert max(asked(40)) == 2.0
     refusal = RequestError("stale_draft", "late", status=409)
     assert asked(40) == []
     refusal = None
     assert asked(40) == []
-
-
-def test_a_client_is_forgotten_once_it_could_send_a_burst_again() -> None:
-    """And there are never more clients than so many."""
-    now = 0.0
-    pacer = Pacer(10.0, 2, clock=lambda: now)
-    for number in range(1000):
-        pacer.wait_s(b"%d" % number, 1.0)
-        now += 0.01
-    assert len(pacer) <= 11
 
 
 def test_the_openapi_document_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,19 +168,17 @@ def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
         "logprobs": 20,
         "ignore_eos": True,
         "seed": 3,
+        "temperature": 1.0,
     }
-    body["temperature"] = 1.0
     with serve_fake() as server, httpx.Client(base_url=server.url, timeout=60) as client:
         whole = client.post("/v1/completions", json=body)
         assert whole.headers.get("transfer-encoding") == "chunked"
         streamed: dict[int, dict[str, list[Any]]] = {}
-        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        found = streamed.setdefault(choice["index"], {})
-                        for name, values in choice["logprobs"].items():
-                            found.setdefault(name, []).extend(values)
+        for chunk in chunks_of(client.post("/v1/completions", json=body | {"stream": True})):
+            for choice in chunk["choices"]:
+                found = streamed.setdefault(choice["index"], {})
+                for name, values in choice["logprobs"].items():
+                    found.setdefault(name, []).extend(values)
     choices = whole.json()["choices"]
     assert [choice["logprobs"] for choice in choices] == [streamed[index] for index in range(8)]
     assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in choices)

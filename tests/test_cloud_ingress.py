@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
+from tests.engine_harness import Clock
 from tests.raw_client import ENOUGH, LIVE, PROMPT, QUICK, SESSION, Raw, is_well, post
 from tests.serving import FakeServer, StepGate, run_session, serve_fake, target_tokens
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -199,33 +201,16 @@ def test_a_slow_body_is_closed(quick: FakeServer, framing: str) -> None:
 
 def test_a_stalled_event_loop_costs_nobody_a_connection() -> None:
     """Time in which the loop stood still is not the clients'."""
-
-    class Loop:
-        def __init__(self) -> None:
-            self.now = 100.0
-            self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-
-        def time(self) -> float:
-            return self.now
-
-        def call_at(self, due: float, call: Callable[..., None], *arguments: Any) -> None:
-            self.calls.append((call, arguments))
-
-    class Connection:
-        def __init__(self) -> None:
-            self.seen: list[tuple[float, float]] = []
-
-        def check(self, now: float, late_s: float) -> None:
-            self.seen.append((now, late_s))
-
-    table, loop, connection = ConnectionTable(ConnectionLimits()), Loop(), Connection()
-    table.checks.add(connection.check)
-    table.start(loop)  # type: ignore[arg-type]
-    for now in (100.6, 112.0, 112.6):
-        loop.now = now
-        call, arguments = loop.calls.pop()
+    calls, seen, clock = list[tuple[Any, ...]](), list[tuple[float, float]](), Clock()
+    loop: Any = SimpleNamespace(time=clock, call_at=lambda due_s, *call: calls.append(call))
+    table = ConnectionTable(ConnectionLimits())
+    table.checks.add(lambda now_s, late_s: seen.append((now_s, late_s)))
+    table.start(loop)
+    for at_s in (100.6, 112.0, 112.6):
+        clock.now = at_s
+        call, *arguments = calls.pop()
         call(*arguments)
-    assert connection.seen == [(100.6, 0.0), (112.0, pytest.approx(10.9)), (112.6, 0.0)]
+    assert seen == [(100.6, 0.0), (112.0, pytest.approx(10.9)), (112.6, 0.0)]
 
 
 # Connections

@@ -9,13 +9,13 @@ import json
 import os
 import signal
 import stat
-import threading
 from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.serving import StepGate, bearer, code_of, fake_target, open_session, serve_fake
+from tests.serve_command import used_beside
+from tests.serving import StepGate, bearer, code_of, fake_target, key_line, open_session, serve_fake
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
@@ -34,11 +34,6 @@ ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 PROMPT = [5, 6, 7]
 
 
-def line_of(key: str, attributes: str = "") -> str:
-    """The line of a key file."""
-    return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}".strip()
-
-
 def written(path: Path, *lines: str) -> Path:
     """A key file."""
     path.write_text("\n".join(lines) + "\n")
@@ -53,7 +48,7 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
     full = ApiKey(b"x" * 32, "team-a", frozenset(Scope), 2.5, 16, 60_000, -3)
     assert ApiKey.parse(full.as_line()) == full
     assert ApiKey.parse(ALICE).scopes == frozenset(Scope)
-    bare = ApiKey.parse(line_of(ALICE))
+    bare = ApiKey.parse(key_line(ALICE))
     assert (bare.scopes, bare.digest) == (frozenset({Scope.GENERATE}), ApiKey.plain(ALICE).digest)
     assert bare.name == f"key-{bare.digest.hex()[:8]}"
 
@@ -62,14 +57,14 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
     ("line", "message"),
     [
         ("sha256:12ab", "expected 64 hex digits"),
-        (line_of(ALICE, "scopes=write"), "expected one or more of generate,metrics"),
-        (line_of(ALICE, "sessions=many"), "expected a whole number"),
-        (line_of(ALICE, "sessions=0"), "expected more than 0"),
-        (line_of(ALICE, "requests-per-second=nan"), "expected more than 0"),
-        (line_of(ALICE, "priority=101"), "expected -100 to 100"),
-        (line_of(ALICE, "colour=red"), "expected NAME=VALUE"),
-        (line_of(ALICE, "name=a name=b"), "once each"),
-        (line_of(ALICE, "name=a/b"), "letters, digits"),
+        (key_line(ALICE, "scopes=write"), "expected one or more of generate,metrics"),
+        (key_line(ALICE, "sessions=many"), "expected a whole number"),
+        (key_line(ALICE, "sessions=0"), "expected more than 0"),
+        (key_line(ALICE, "requests-per-second=nan"), "expected more than 0"),
+        (key_line(ALICE, "priority=101"), "expected -100 to 100"),
+        (key_line(ALICE, "colour=red"), "expected NAME=VALUE"),
+        (key_line(ALICE, "name=a name=b"), "once each"),
+        (key_line(ALICE, "name=a/b"), "letters, digits"),
         ("short", "expected 16 or more"),
     ],
 )
@@ -83,7 +78,7 @@ def test_a_wrong_line_is_refused_by_its_number_and_not_quoted(tmp_path: Path, li
 
 def test_names_and_digests_are_unique(tmp_path: Path) -> None:
     """Two keys of one name could not be told apart in the audit log."""
-    for lines in ((line_of(ALICE, "name=a"), line_of(BOB, "name=a")), (line_of(ALICE, "name=a"), ALICE)):
+    for lines in ((key_line(ALICE, "name=a"), key_line(BOB, "name=a")), (key_line(ALICE, "name=a"), ALICE)):
         with pytest.raises(ConfigError, match=r"line 2: .*earlier line"):
             read_key_lines(written(tmp_path / "keys", *lines))
     assert len(read_key_lines(written(tmp_path / "keys", ALICE, ALICE))) == 2  # the same one, as before
@@ -105,7 +100,7 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
     listed = run.invoke(app, ["keys", "list", str(path)]).stdout
     assert "team-a" in listed and "9000" in listed and key not in listed and ALICE not in listed
     with pytest.raises(ConfigError, match="choose another name"):
-        add_key(path, ApiKey.parse(line_of(BOB, "name=team-a")))
+        add_key(path, ApiKey.parse(key_line(BOB, "name=team-a")))
     assert run.invoke(app, ["keys", "remove", "team-a", str(path)]).exit_code == 0
     assert path.read_text() == f"# ours\n{ALICE}\n"
     with pytest.raises(ConfigError, match="no key with the name"):
@@ -114,11 +109,16 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
     assert new_key() != new_key()
 
 
+def watched(folder: Path, *lines: str) -> tuple[Path, KeyRing, WatchedFiles, Counter[tuple[str, str]]]:
+    """A key file, its ring, what looks at it, and the counts of its looks."""
+    path = written(folder / "keys", *lines)
+    ring = KeyRing.load(path)
+    return path, ring, WatchedFiles("keys", [path], ring.reload), Counter()
+
+
 def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
     """A file that changes between two looks is left alone; one that is broken leaves the old keys, and is counted."""
-    path = written(tmp_path / "keys", ALICE)
-    ring, counts = KeyRing.load(path), Counter[tuple[str, str]]()
-    files = WatchedFiles("keys", [path], ring.reload)
+    path, ring, files, counts = watched(tmp_path, ALICE)
     files.check(counts)
     assert not counts
     written(path, BOB)
@@ -141,9 +141,7 @@ def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
 
 def test_a_file_that_is_still_written_is_not_read_on_sighup(tmp_path: Path) -> None:
     """An editor that has begun to write leaves fewer keys; the forced read waits until the file keeps still."""
-    path = written(tmp_path / "keys", ALICE, BOB)
-    ring, counts = KeyRing.load(path), Counter[tuple[str, str]]()
-    files = WatchedFiles("keys", [path], ring.reload)
+    path, ring, files, counts = watched(tmp_path, ALICE, BOB)
     written(path, ALICE)  # BOB's line is to follow
     files.check(counts, is_forced=True)
     assert not counts and len(ring) == 2
@@ -163,7 +161,7 @@ def test_a_file_that_is_still_written_is_not_read_on_sighup(tmp_path: Path) -> N
 
 def test_a_route_needs_its_scope() -> None:
     """/metrics needs `metrics`, all others `generate`; the error names the one that is missing."""
-    keys = [ApiKey.parse(line_of(ALICE, "scopes=generate")), ApiKey.parse(line_of(BOB, "scopes=metrics"))]
+    keys = [ApiKey.parse(key_line(ALICE, "scopes=generate")), ApiKey.parse(key_line(BOB, "scopes=metrics"))]
     with serve_fake(ServerSettings(KeyRing(keys))) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 1}
         assert client.post("/v1/completions", json=body, headers=bearer(ALICE)).status_code == 200
@@ -180,7 +178,7 @@ def test_a_route_needs_its_scope() -> None:
 
 def test_a_key_has_limits_of_its_own() -> None:
     """Its rate and its sessions come before the server's; other keys keep the server's."""
-    keys = KeyRing([ApiKey.parse(line_of(ALICE, "sessions=1 requests-per-second=0.001")), BOB])
+    keys = KeyRing([ApiKey.parse(key_line(ALICE, "sessions=1 requests-per-second=0.001")), BOB])
     with serve_fake(ServerSettings(keys), gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 1}
         two = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
@@ -208,8 +206,8 @@ def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
         gate.allow(3)
         session.commit()
         written(path, BOB)
-        watched = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
-        watched.check(Counter(), is_forced=True)
+        files = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
+        files.check(Counter(), is_forced=True)
         gate.open()
         end = session.rest().end
         assert end.reason == "error" and end.error is not None and end.error.code == "unauthorized"
@@ -230,7 +228,6 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
     keys.write_text("the-key-of-the-start\n")
     monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
-    failures: list[BaseException] = []
 
     def use(url: str) -> None:
         body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True}
@@ -251,15 +248,6 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
             assert status(BOB) == 200
             assert client.post("/v1/completions", json=body | {"prompt": [1] * 90}, headers=bearer(BOB)).is_error
 
-    def beside() -> None:
-        try:
-            wait_until(port_file.exists)
-            use(f"http://127.0.0.1:{port_file.read_text().strip()}")
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     options = ServeOptions(
         "fake", port=0, port_file=port_file, api_key_file=keys, audit_log=audit, tokens_per_minute=80, drain_s=0.0
     )
@@ -272,12 +260,8 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     with fake_target(on_load) as target:
         monkeypatch.setattr(serve_module, "open_target", lambda _: target)
         monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
-        thread = threading.Thread(target=beside)
-        thread.start()
-        serve_module.serve(options)
-        thread.join()
-    if failures:
-        raise failures[0]
+        with used_beside(port_file, use):
+            serve_module.serve(options)
     assert signal.getsignal(signal.SIGHUP) == before
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     assert {line["key"] for line in lines if line["status"] == 200} == {ApiKey.plain(ALICE).name, "bob"}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine_harness import refused
+from tests.local_endpoint import chunks_of, documents_of
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.models.http import openai, openai_answers
@@ -54,13 +55,6 @@ def text_of(tokens: list[int]) -> str:
     return fake_tokenizer().decode(tokens)
 
 
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The data of a stream's events; checks that it ends with [DONE]."""
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
 def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
     """Status, code and field of an error in OpenAI's shape."""
     error = ErrorAnswer.model_validate_json(answer.content).error
@@ -82,11 +76,6 @@ def test_a_completion_is_the_targets_text(client: httpx.Client) -> None:
     }
 
 
-def test_max_tokens_defaults_to_16(client: httpx.Client) -> None:
-    """The default of max_tokens is OpenAI's."""
-    assert complete(client)["usage"]["completion_tokens"] == openai.DEFAULT_MAX_TOKENS == 16
-
-
 def test_a_prompt_may_be_ids_or_several(client: httpx.Client) -> None:
     """A text, its token ids, a list of texts, a list of id lists: choice i belongs to prompt i."""
     ids = fake_tokenizer().encode(PROMPT)
@@ -97,7 +86,7 @@ def test_a_prompt_may_be_ids_or_several(client: httpx.Client) -> None:
         answer = complete(client, prompt=prompts)
         assert [choice["text"] for choice in answer["choices"]] == [one, other]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-        assert answer["usage"]["completion_tokens"] == 32
+        assert answer["usage"]["completion_tokens"] == 2 * openai.DEFAULT_MAX_TOKENS == 32
 
 
 def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
@@ -126,18 +115,12 @@ def test_a_stop_string_ends_the_text_before_it(client: httpx.Client, is_stream: 
     full = text_of(expected_tokens())
     stop = full[9:12]
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stop": ["\x00never", stop]}
-    answer = client.post(
-        "/v1/completions", json=body | {"stream": is_stream, "stream_options": {"include_usage": True}}
-    )
-    if is_stream:
-        *pieces, last = chunks_of(answer)
-        text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
-        reason, usage = pieces[-1]["choices"][0]["finish_reason"], last["usage"]
-    else:
-        (choice,), usage = answer.json()["choices"], answer.json()["usage"]
-        text, reason = choice["text"], choice["finish_reason"]
-    assert text == full[: full.index(stop)] and reason == "stop"
-    assert usage["completion_tokens"] == next(n for n in range(31) if stop in text_of(expected_tokens()[:n]))
+    asked = body | {"stream": is_stream, "stream_options": {"include_usage": True}}
+    documents, text = documents_of(client.post("/v1/completions", json=asked))
+    last = [choice for document in documents for choice in document["choices"]][-1]
+    assert text == full[: full.index(stop)] and last["finish_reason"] == "stop"
+    count = next(n for n in range(31) if stop in text_of(expected_tokens()[:n]))
+    assert documents[-1]["usage"]["completion_tokens"] == count
 
 
 def test_the_end_token_is_not_part_of_the_text(client: httpx.Client) -> None:

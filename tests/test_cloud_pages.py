@@ -17,7 +17,7 @@ from outrider.cloud.server.access import page_policy_of
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
-from outrider.models.http.limits import RateLimiter, Slots
+from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
 
 KEY = "a-key-of-this-test"
@@ -168,22 +168,17 @@ def test_a_client_is_an_address_or_a_network() -> None:
 
 
 def test_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket that is full again is forgotten, an empty slot too; and there are never more than so many buckets."""
+    """A bucket that is full again is forgotten; and there are never more than so many. So are those of all limits."""
     now = 0.0
-    limiter, slots = RateLimiter(2.0, clock=lambda: now), Slots(2)
+    limiter = RateLimiter(2.0, clock=lambda: now)
     for number in range(1000):
         now += 0.01
         limiter.admit(b"%d" % number)
-        slots.take(b"%d" % number)
-        slots.release(b"%d" % number)
-        with pytest.raises(RequestError):
-            slots.take(b"%d" % number, 3)
     assert len(limiter) <= 201
     for _ in range(3):
         limiter.admit(b"999")
     with pytest.raises(RequestError):
         limiter.admit(b"999")  # a bucket that is not full is kept
-    assert slots.num_taken == 0 and not slots._taken
     monkeypatch.setattr(limiter, "_most", 10)
     for number in range(100):
         limiter.admit(b"x%d" % number)

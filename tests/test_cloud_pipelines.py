@@ -188,21 +188,14 @@ def encrypted(server: FakeServer, tls: TlsFiles) -> Iterator[Raw]:
 
 
 @needs_openssl
-def test_tls_has_the_same_limits(tls: TlsFiles) -> None:
-    """Headers and time."""
+def test_tls_has_the_same_limits_and_handshakes_a_deadline(tls: TlsFiles) -> None:
+    """Headers and time; a client that connects and does not begin, or sends no TLS."""
     with serve_fake(limits=QUICK, tls=tls) as server:
         with encrypted(server, tls) as raw:
             assert raw.answer(LIVE)[0] == 200
             assert raw.answer(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 40_000)[0] == 431
         with encrypted(server, tls) as raw:
             assert raw.answer(LIVE[:30])[0] == 408
-        server.wait_until(lambda: len(server.server.table) == 0)
-
-
-@needs_openssl
-def test_handshakes_have_a_deadline(tls: TlsFiles) -> None:
-    """A client that connects and does not begin, or sends no TLS."""
-    with serve_fake(limits=QUICK, tls=tls) as server:
         with Raw(server) as raw:
             assert raw.is_closed()
         with Raw(server) as raw:

@@ -1,24 +1,27 @@
-"""Tests who may use replicas and how much: what the front checks, what it hands on, what replicas share."""
+"""Tests who may use replicas and how much: what the front checks, hands on and knows of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.fronts import report_of, served
-from tests.serving import StepGate, bearer, code_of, open_session, run_session
+from tests.fronts import changed, report_of, served
+from tests.serving import StepGate, bearer, code_of, key_line, open_session, run_session
 
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.recent.store import MemoryStore
-from outrider.cloud.replicas.registry import Registry, SharedBudget
+from outrider.cloud.replicas.members import Member, Members
+from outrider.cloud.replicas.registry import SILENCE_S, Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey, KeyRing
@@ -28,11 +31,6 @@ ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-rea
 PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 4000}
-
-
-def line_of(key: str, attributes: str = "") -> str:
-    """A key file's line."""
-    return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}"
 
 
 def ring_of(*lines: str) -> KeyRing:
@@ -46,7 +44,7 @@ def ring_of(*lines: str) -> KeyRing:
 def test_a_replicas_gate_takes_its_front_only() -> None:
     """The gate itself finds no owner without the secret, and takes limits from nobody else."""
     ring = ForwardedOwners("s3cret")
-    key = ApiKey.parse(line_of(ALICE, "name=alice sessions=3 tokens-per-minute=70 priority=5 requests-per-second=9"))
+    key = ApiKey.parse(key_line(ALICE, "name=alice sessions=3 tokens-per-minute=70 priority=5 requests-per-second=9"))
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -84,7 +82,7 @@ def test_a_replicas_gate_takes_its_front_only() -> None:
 
 def test_a_keys_own_limits_hold_at_a_replica() -> None:
     """Sessions, tokens per minute, priority; a client's own headers and fields change none of it."""
-    keys = ring_of(line_of(ALICE, "name=alice sessions=1 tokens-per-minute=40 priority=-7"), line_of(BOB, "name=bob"))
+    keys = ring_of(key_line(ALICE, "name=alice sessions=1 tokens-per-minute=40 priority=-7"), key_line(BOB, "name=bob"))
     with served(keys) as (client, (replica,), _):
         two = BODY | {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
         assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (429, "too_many_sessions")
@@ -101,7 +99,7 @@ def test_a_keys_own_limits_hold_at_a_replica() -> None:
 
 def test_a_front_checks_scopes_and_each_keys_rate() -> None:
     """Before anything reaches a replica; its own answers carry the request's id."""
-    keys = ring_of(line_of(ALICE, "requests-per-second=0.001"), line_of(ROOT, "scopes=metrics"))
+    keys = ring_of(key_line(ALICE, "requests-per-second=0.001"), key_line(ROOT, "scopes=metrics"))
     with served(keys) as (client, _, _):
         assert client.get("/metrics", headers=bearer(ROOT)).status_code == 200
         assert code_of(client.get("/metrics", headers=bearer(ALICE))) == (403, "scope_missing")
@@ -194,7 +192,7 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with (
         closing(AuditLog(path)) as log,
-        served(ring_of(line_of(ALICE, "name=alice")), 2, audit=log) as (client, group, front),
+        served(ring_of(key_line(ALICE, "name=alice")), 2, audit=log) as (client, group, front),
     ):
         run_session(client, BODY, headers={"x-request-id": "work.1"} | bearer(ALICE))
         assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=bearer(ALICE)).status_code == 400
@@ -265,7 +263,7 @@ def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:
     """The replica that kept it has gone."""
     config = EngineConfig(spill=SpillConfig(tmp_path / "spill", "t", always=True))
     body = BODY | {"prompt": PROMPT * 9}
-    with served(ring_of(line_of(ALICE)), 2, config=config) as (client, group, front):
+    with served(ring_of(key_line(ALICE)), 2, config=config) as (client, group, front):
         turn = run_session(client, body | {"keep_prefix": True}, headers=bearer(ALICE))
         keeper = next(each for each in group if each.server.core.engine.stats().totals.committed)
         keeper.server.wait_until(lambda: keeper.server.core.engine.stats().totals.spilled == 1)
@@ -277,3 +275,68 @@ def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:
         )
         assert again.end.usage.cached_prompt_tokens > 30
         assert left[0].server.core.engine.stats().totals.restored == 1
+
+
+# -- which replicas a front knows --------------------------------------------------------------------------------------
+
+
+def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
+    """Held prefixes first, then the target, then the load; an owner's choice is stable."""
+    members = Members()
+    reports = [report_of(f"{index:06x}", target="old" if index < 2 else "new", running=index) for index in range(4)]
+    members.update(reports)
+    by_tag = {member.report.tag: member for member in members}
+    assert members.choose(b"o") is by_tag["000000"]
+    assert members.choose(b"o", target="new") is by_tag["000002"]
+    assert members.choose(b"o", target="none") is by_tag["000000"]
+    members.hold(b"o", "h", by_tag["000003"])
+    assert members.choose(b"o", held="h", target="old") is by_tag["000003"]
+    assert members.choose(b"o", held="h", tried=[by_tag["000003"]]) is by_tag["000000"]
+    by_tag["000000"].is_suspect = True
+    assert members.choose(b"o") is by_tag["000001"]
+    members.update([replace(reports[0], number=2), *reports[1:]])
+    assert members.choose(b"o") is by_tag["000000"]
+    idle = Members()
+    idle.update([changed(each, running=0) for each in reports])
+    chosen = {owner: idle.choose(owner) for owner in (bytes([n]) for n in range(40))}
+    assert all(idle.choose(owner) is member for owner, member in chosen.items())
+    assert len({member.report.tag for member in chosen.values() if isinstance(member, Member)}) > 1
+    assert Members().choose(b"o") is None and Members().ready(is_draining=False) is None
+
+
+def test_the_log_names_the_file_of_each_replicas_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, when it comes; replicas' own lines are not in the front's log."""
+    caplog.set_level(logging.INFO, "outrider.replicas")
+    known = Members()
+    for number in (1, 2):
+        known.update([report_of("00fa4e", number=number, pid=4321)])
+    known.update([])
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica 00fa4e has come; its log is in worker-*-4321.err",
+        "replica 00fa4e has gone",
+    ]
+
+
+async def test_the_registry_forgets_the_silent_and_learns_after_a_restart() -> None:
+    """What has not reported for SILENCE_S is gone; a new registry names nobody until all had the time to report."""
+    now = [0.0]
+    registry = Registry(clock=lambda: now[0])
+    first = report_of("000001")
+    await registry.report(first)
+    state, reports = await registry.changes(None)
+    assert reports == [first]
+    waiting = asyncio.create_task(registry.changes(state))
+    await asyncio.sleep(0)
+    await registry.report(changed(first, status="draining"))
+    state, reports = await waiting
+    assert reports is not None and not reports[0].takes_work
+    await registry.leave("000001")
+    assert (await registry.changes(state))[1] == []
+    await registry.report(first)
+    now[0] = SILENCE_S + 0.1
+    assert (await registry.changes(None))[1] == []
+    anew = Registry(clock=lambda: now[0])
+    assert await anew.changes(state) == (state, None)
+    await anew.report(first)
+    now[0] += 5.0
+    assert (await anew.changes(state))[1] == [first]

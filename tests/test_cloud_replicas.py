@@ -13,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of, serve_front, served
+from tests.local_endpoint import note_requests
 from tests.serving import (
     StepGate,
     bearer,
@@ -334,20 +335,14 @@ def test_a_front_drains_its_replicas_before_it_closes() -> None:
 
 async def test_a_device_names_its_target_only_where_a_text_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A header of 33 bytes, once for each session after the first, and for verifications that send all tokens again."""
-    seen: list[str | None] = []
-    gate, went_on, send = StepGate(), asyncio.Event(), httpx.AsyncClient.send
+    gate, sent = StepGate(), note_requests(monkeypatch).sent
 
-    async def noting(self: httpx.AsyncClient, request: httpx.Request, **given: Any) -> httpx.Response:
-        if request.method == "POST":
-            seen.append(request.headers.get("outrider-target"))
-        if len(seen) == 2:
-            went_on.set()
-        return await send(self, request, **given)
+    def seen() -> list[str | None]:
+        return [headers.get("outrider-target") for request, headers, _ in sent if request.startswith("POST")]
 
-    monkeypatch.setattr(httpx.AsyncClient, "send", noting)
     with replicas(2, gate=gate) as group, serve_front(group[:1]) as front:
         async with text_in_the_middle(front, gate, 20) as text:
             front.publish([group[1].report])
-            await asyncio.wait_for(went_on.wait(), TIMEOUT_S)
+            await asyncio.to_thread(front.wait_until, lambda: len(seen()) == 2)
         assert text.result().tokens == tuple(target_tokens(PROMPT, 20))
-    assert seen == [None, group[0].report.ready.target]
+    assert seen() == [None, group[0].report.ready.target]

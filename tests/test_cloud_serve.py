@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-import signal
 import sys
-import threading
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +15,7 @@ import httpx
 import pytest
 from click.testing import Result
 from tests.fake_runtime import FakeBatchRuntime
+from tests.serve_command import used_beside
 from tests.serving import (
     fake_tokenizer,
     run_session,
@@ -25,7 +24,6 @@ from tests.serving import (
 from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
-from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillType, TreeForm
 from outrider.cloud.server import embedded
@@ -214,18 +212,23 @@ def test_lookup_can_be_turned_off(
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
-    """The draft beside the target, the address where it is not the default; nothing for the reference pair."""
+    """The draft beside the target, or to be pulled; the address where it is not the default; that a key is needed."""
     for name in ("draft", "target"):
         (tmp_path / "my pair" / name).mkdir(parents=True)
     target = tmp_path / "my pair" / "target"
-    default = "http://127.0.0.1:8000"
-    named = serve_module._next_command(ServeOptions(str(target)), target, default, needs_key=False)
-    assert named == f"outrider run --draft '{tmp_path}/my pair/draft' --compare \"def walk(path):\""
-    plain = serve_module._next_command(ServeOptions("reference"), target, default, needs_key=False)
-    assert plain == 'outrider run --compare "def walk(path):"'
+    default, far, key = "http://127.0.0.1:8000", "https://cloud.example:8443", "OUTRIDER_API_KEY=KEY outrider"
+    here, reference = ServeOptions(str(target)), ServeOptions("reference")
     public = ServeOptions("reference", host="0.0.0.0")
-    remote = serve_module._next_command(public, target, "https://0.0.0.0:8443", needs_key=True)
-    assert remote == 'OUTRIDER_API_KEY=KEY outrider run --cloud https://SERVER:8443 --compare "def walk(path):"'
+    run = '--compare "def walk(path):"'
+    for options, url, needs_key, has_drafts, expected in (
+        (here, default, False, False, f"outrider run --draft '{tmp_path}/my pair/draft' {run}"),
+        (reference, default, False, False, f"outrider run {run}"),
+        (public, "https://0.0.0.0:8443", True, False, f"{key} run --cloud https://SERVER:8443 {run}"),
+        (ServeOptions("target"), far, True, True, f"{key} pull --server {far}, then {key} run --cloud {far} {run}"),
+        (reference, default, False, True, f"outrider pull, then outrider run {run}"),
+    ):
+        told = serve_module._next_command(options, target, url, needs_key=needs_key, has_drafts=has_drafts)
+        assert told == expected
 
 
 def test_serving_the_reference_target_exports_it_first(
@@ -255,70 +258,31 @@ def test_serve_runs_a_bundle_from_start_to_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole of `serve` but the model: ready line, port file, requests, end."""
-    from tests.fake_runtime import FakeBatchRuntime
+    opened = bundle_of(tmp_path, precision="int8")
+    architecture = opened.manifest.architecture.model_copy(update={"parameters": 14_600_000})
+    opened.manifest = opened.manifest.model_copy(update={"architecture": architecture})
+    opened.tokenizer = fake_tokenizer
 
-    started: list[VerifierServer] = []
-
-    class Opened:
-        path = tmp_path
-        model_file = tmp_path
-
-        class manifest:
-            role = "target"
-            name = "fake-bundle"
-            eos_token_ids = (0,)
-            runtime = "openvino"
-            device = "cpu"
-            precision = "int8"
-            format = "openvino-ir"
-            files = (FileEntry(path="openvino_model.bin", size=1, sha256="0" * 64),)
-            widened = None
-            digest = "d" * 64
-
-            class architecture:
-                parameters = 14_600_000
-                name = "llama"
-
-        tokenizer = staticmethod(fake_tokenizer)
-
-    class Server(VerifierServer):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
-    monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: Opened))
+    monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: opened))
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda *_: FakeBatchRuntime(vocab_size=300))
-    monkeypatch.setattr(serve_module, "VerifierServer", Server)
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     port_file = tmp_path / "port"
     arguments = ["serve", str(tmp_path), "--port", "0", "--port-file", str(port_file), "--name", "mine"]
-    failures: list[BaseException] = []
+    urls: list[str] = []
 
-    def run() -> None:
-        try:
-            cli.app(arguments, standalone_mode=False)
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        while not port_file.exists():
-            assert thread.is_alive(), failures
-        url = f"http://127.0.0.1:{int(port_file.read_text())}"
+    def use(url: str) -> None:
+        urls.append(url)
         with httpx.Client(base_url=url) as client:
             assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
             facts = client.get("/v1/model").json()
             assert (facts["name"], facts["precision"], facts["parameters"]) == ("mine", "int8", 14_600_000)
             ready = client.get("/health/ready").json()
             assert ready["step_ms"] > 0
-            named = {facts["target"], ready["target"]}
-            assert named == {target_identity(Opened.manifest, RuntimeOptions())}  # type: ignore[arg-type]
-    finally:
-        for server in started:
-            server.handle_exit(signal.SIGTERM, None)
-        thread.join(30.0)
-    assert not thread.is_alive() and not failures
+            assert {facts["target"], ready["target"]} == {target_identity(opened.manifest, RuntimeOptions())}
+
+    with used_beside(port_file, use):
+        cli.app(arguments, standalone_mode=False)
+    (url,) = urls
     summary, ready, following = capsys.readouterr().out.splitlines()
     assert (
         following == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def walk(path):"'

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,8 @@ import pytest
 from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
+from tests.metrics_table import grown_by, samples
+from tests.raw_client import post
 from tests.serving import (
     FakeServer,
     StepGate,
@@ -37,9 +40,11 @@ from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.signals import ends_at_once, ends_on_sigterm
 from outrider.models.errors import SamplingError
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.interrupts import QuietInterrupt
 from outrider.models.wire.protocol import Commit, ReadyAnswer, SessionOpen, parse_event
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
@@ -100,22 +105,17 @@ def test_small_answers_have_small_headers(server: FakeServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     answers = []
     with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as stream:
-        connection.sendall(_post("/v1/sessions", json.dumps(BODY | {"max_tokens": 4000}).encode()))
+        connection.sendall(post("/v1/sessions", json.dumps(BODY | {"max_tokens": 4000}).encode()))
         while not (line := stream.readline()).startswith(b"data: "):
             answers.append(line)
         opened = parse_event(line[6:])
         assert isinstance(opened, SessionOpen)
         with socket.create_connection((host, int(port))) as second:
-            second.sendall(_post(f"/v1/sessions/{opened.session}/drafts", b'{"base":0,"paths":[[1,2,3]]}'))
+            second.sendall(post(f"/v1/sessions/{opened.session}/drafts", b'{"base":0,"paths":[[1,2,3]]}'))
             first_line = second.makefile("rb").readline()
     assert not any(line.lower().startswith((b"server:", b"date:")) for line in answers)
     assert first_line in (b"HTTP/1.1 204 No Content\r\n", b"HTTP/1.1 409 Conflict\r\n")
     server.wait_until(server.is_empty)
-
-
-def _post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_small_writes_leave_at_once(server: FakeServer, client: httpx.Client) -> None:
@@ -126,40 +126,24 @@ def test_small_writes_leave_at_once(server: FakeServer, client: httpx.Client) ->
 
 
 def test_metrics_tell_what_happened(client: httpx.Client, server: FakeServer) -> None:
-    """The exposition parses, has help for everything, and counts tokens, requests and times."""
-
-    def read() -> dict[str, float]:
-        answer = client.get("/metrics")
-        assert answer.headers["content-type"].startswith("text/plain")
-        families = list(text_string_to_metric_families(answer.text))
-        assert all(family.documentation for family in families)
-        return {
-            sample.name + json.dumps(sample.labels, sort_keys=True): sample.value
-            for family in families
-            for sample in family.samples
-        }
-
-    before = read()
+    """Tokens, requests and times are counted, and no path that a client made up is a label."""
+    before = samples(server.url)
     told = run_session(client, BODY)
     server.wait_until(server.is_empty)
-    after = read()
-
-    def grown(name: str, **labels: str) -> float:
-        key = name + json.dumps(labels, sort_keys=True)
-        return after[key] - before.get(key, 0.0)
-
-    assert grown("outrider_generation_tokens_total") == 24
-    assert grown("outrider_request_success_total", finished_reason="length") == 1
-    assert grown("outrider_time_to_first_token_seconds_count") == 1
-    assert grown("outrider_inter_token_latency_seconds_count") == len(told.commits) - 1
-    assert grown("outrider_http_requests_total", route="/v1/sessions", method="POST", status="200") == 1
-    assert grown("outrider_e2e_request_latency_seconds_count") == 1
-    assert grown("outrider_target_passes_total") == len(told.commits)
+    after = samples(server.url)
+    grown = partial(grown_by, before, after)
+    assert grown("generation_tokens_total") == 24
+    assert grown("request_success_total", finished_reason="length") == 1
+    assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 1
+    assert grown("inter_token_latency_seconds_count") == len(told.commits) - 1
+    assert grown("http_requests_total", route="/v1/sessions", method="POST", status="200") == 1
+    assert grown("target_passes_total") == len(told.commits)
     for name in ("kv_cache_free_blocks", "draft_patience_seconds", "decode_step_seconds", "kv_cache_usage_perc"):
         assert f"outrider_{name}{{}}" in after
     client.get("/no/such/path")
-    assert 'route="unmatched"' in client.get("/metrics").text
-    assert "/no/such/path" not in client.get("/metrics").text
+    shown = client.get("/metrics")
+    assert shown.headers["content-type"].startswith("text/plain")
+    assert 'route="unmatched"' in shown.text and "/no/such/path" not in shown.text
 
 
 def test_readiness_tells_the_load(client: httpx.Client, server: FakeServer) -> None:
@@ -232,18 +216,21 @@ def test_the_document_knows_which_temperatures_are_refused(client: httpx.Client)
         SamplingParams(temperature=least / 2)
 
 
-def test_health_is_answered_under_its_usual_names() -> None:
-    """The same answer, without a key, and not once more in the document."""
+def test_health_needs_no_key_under_its_usual_names_and_the_document_says_what_needs_one(client: httpx.Client) -> None:
+    """An alias gives the same answer, and is not once more in the document, which names the scheme where keys are."""
+    assert "security" not in client.get("/openapi.json").json()
     settings = ServerSettings(keys=KeyRing(["sixteen-characters"]))
-    with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
-        documented = client.get("/openapi.json").json()["paths"]
+    with serve_fake(settings) as server, httpx.Client(base_url=server.url) as stranger:
+        document = stranger.get("/openapi.json").json()
         for alias, path in ALIASES.items():
-            assert client.get(alias).json() == client.get(path).json() and client.get(alias).status_code == 200
-            assert path in documented and alias not in documented
+            assert stranger.get(alias).json() == stranger.get(path).json() and stranger.get(alias).status_code == 200
+            assert path in document["paths"] and alias not in document["paths"]
             for name in (alias, path):
-                head = client.head(name)
+                head = stranger.head(name)
                 assert (head.status_code, head.content) == (200, b"")
-        assert client.get("/v1/model").status_code == 401
+        assert stranger.get("/v1/model").status_code == 401
+    (needed,) = document["security"]
+    assert document["components"]["securitySchemes"][next(iter(needed))]["scheme"] == "bearer"
 
 
 def _routes(server: FakeServer) -> list[APIRoute]:
@@ -255,15 +242,6 @@ def _routes(server: FakeServer) -> list[APIRoute]:
 
     groups = (completion_routes, download_routes, health_routes, session_routes, verify_routes)
     return [route for group in groups for route in group(server.core).routes if isinstance(route, APIRoute)]
-
-
-def test_the_document_says_that_keys_are_needed(client: httpx.Client) -> None:
-    """With keys, and only then, the document names the scheme."""
-    assert "security" not in client.get("/openapi.json").json()
-    with serve_fake(ServerSettings(keys=KeyRing(["sixteen-characters"]))) as server:
-        document = httpx.get(server.url + "/openapi.json").json()
-    (needed,) = document["security"]
-    assert document["components"]["securitySchemes"][next(iter(needed))]["scheme"] == "bearer"
 
 
 def test_draining_lets_running_sessions_finish() -> None:
@@ -312,6 +290,7 @@ import ctypes
 from types import SimpleNamespace
 from outrider.cloud.server import embedded, serve
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.signals import ends_at_once, ends_on_sigterm
 
 def load(*_):
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -366,3 +345,17 @@ def test_what_was_begun_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         serve_module.serve(ServeOptions("slow", port=0, share_tokenizer=False))
     assert ended.value.code == 128 + signal.SIGTERM and was_left
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    """A program that serves in a thread of its own keeps its handlers."""
+
+    def handlers() -> list[Any]:
+        return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+
+    def inside() -> list[Any]:
+        with ends_on_sigterm(), ends_at_once(), QuietInterrupt():
+            return handlers()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(inside).result() == handlers()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from tests.engine_harness import Clock
+from tests.raw_client import Raw, post
 from tests.serving import (
     EOS_ID,
     JSON,
@@ -25,7 +26,7 @@ from tests.serving import (
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
-from outrider.models.http.sse import EventStream, Inbox
+from outrider.models.http.sse import EventStream
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.fields import MAX_STOP_IDS
 from outrider.models.wire.protocol import TREES_SINCE, Commit
@@ -219,10 +220,8 @@ def test_delete_ends_a_session() -> None:
 def test_a_disconnected_client_frees_its_sequences(path: str, request_body: bytes) -> None:
     """When the connection closes, sequences end, blocks and slots are free, and the server goes on serving."""
     with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-            connection.sendall(f"{head}content-length: {len(request_body)}\r\n\r\n".encode() + request_body)
+        with Raw(server) as raw:
+            raw.send(post(path, request_body))
             server.wait_until(lambda: server.core.engine.stats().running > 0)
             assert not server.is_empty()
         server.wait_until(lambda: not server.server.server_state.tasks)
@@ -243,36 +242,23 @@ def test_comments_keep_an_idle_stream_open() -> None:
         assert next(lines).startswith('data: {"type":"open"')
         assert next(line for line in lines if line) == ":"
         server.gate.open()
-        tokens = [token for line in lines if '"base"' in line for token in _tokens(line)]
-    assert tokens == target_tokens(PROMPT, 24)
+        commits = [Commit.model_validate_json(line.removeprefix("data: ")) for line in lines if '"base"' in line]
+    assert [token for commit in commits for token in commit.tokens] == target_tokens(PROMPT, 24)
 
 
 async def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval begins with the last write, not with the last look at the clock."""
-    now, delays, pokes = [100.0], list[float](), list[float]()
-
-    class Reader(Inbox[bytes]):
-        def poke(self) -> None:
-            pokes.append(now[0])
-
-    async def nothing() -> AsyncIterator[bytes]:
-        yield b""
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
-    stream: Any = EventStream(nothing(), Reader(), lambda: None, keep_alive_s=5.0)
+    clock, delays, pokes = Clock(), list[float](), list[float]()
+    reader: Any = SimpleNamespace(poke=lambda: pokes.append(clock.now))
+    chunks: Any = None  # none is read
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock)
+    stream = EventStream(chunks, reader, lambda: None, keep_alive_s=5.0)
     monkeypatch.setattr(stream, "_arm", delays.append)
-    for at_s, is_written in ((104.0, True), (105.0, False), (109.0, False)):
-        now[0] = at_s
-        if is_written:
-            stream._written()
-        else:
-            stream._tick()
+    for at_s, act in ((104.0, stream._written), (105.0, stream._tick), (109.0, stream._tick)):
+        clock.now = at_s
+        act()
     monkeypatch.undo()
     assert delays == [4.0, 5.0] and pokes == [109.0]
-
-
-def _tokens(line: str) -> list[int]:
-    return Commit.model_validate_json(line.removeprefix("data: ")).tokens
 
 
 def test_a_failing_model_ends_its_session_only() -> None:

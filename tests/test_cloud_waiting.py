@@ -17,8 +17,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.requests import Request
+from tests.engine_harness import refused
 from tests.hostile_bodies import SESSIONS, VERIFY
-from tests.serving import JSON, FakeServer, StepGate, code_of, read_events, run_session, serve_fake, target_tokens
+from tests.serving import (
+    JSON,
+    FakeServer,
+    StepGate,
+    bearer,
+    code_of,
+    read_events,
+    run_session,
+    serve_fake,
+    target_tokens,
+)
 
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.state import ServerSettings
@@ -136,24 +147,18 @@ async def test_a_body_that_is_cancelled_in_its_break_gives_its_turn_back(monkeyp
 
 def test_bodies_that_wait_are_bounded() -> None:
     """Of one owner and in all; what is counted is let go."""
-    body = b" " * 1000
-
-    def is_refused(owner: bytes) -> bool:
-        with pytest.raises(RequestError) as refused, bodies.hold(owner, b"1"):
-            pass
-        return (refused.value.code, refused.value.status) == ("too_many_bytes", 503)
-
-    bodies = Bodies(len(body))
-    owners = [str(number).encode() for number in range(MAX_BODIES // MAX_OWN_BODIES)]
+    bodies = Bodies(1000)
     with ExitStack() as held:
-        for owner in owners:
-            for _ in range(MAX_OWN_BODIES):
-                held.enter_context(bodies.hold(owner, body))
-            assert is_refused(owner)
-        assert is_refused(b"another")
-    assert bodies.held.total == 0
-    with bodies.hold(b"another", body):
-        assert bodies.held.total == len(body)
+        for number in range(MAX_BODIES):
+            owner = b"%d" % (number // MAX_OWN_BODIES)
+            held.enter_context(bodies.hold(owner, b" " * 1000))
+            if (number + 1) % MAX_OWN_BODIES == 0:
+                with refused("too_many_bytes", 503), bodies.hold(owner, b"1"):
+                    pass
+        with refused("too_many_bytes", 503), bodies.hold(b"another", b"1"):
+            pass
+    with bodies.hold(b"another", b"1"):
+        assert bodies.held.total == 1
 
 
 def test_calls_that_wait_hold_few_bytes() -> None:
@@ -221,8 +226,8 @@ def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
             calls = [pool.submit(call, n) for n in range(4)]
             server.wait_until(lambda: server.core.slots.num_waiting == 4)
             assert server.core.slots.num_taken == 3
-            refused = httpx.post(server.url + SESSIONS, json={"prompt": [1], "max_tokens": 1})
-            assert code_of(refused) == (429, "too_many_sessions")
+            fourth = httpx.post(server.url + SESSIONS, json={"prompt": [1], "max_tokens": 1})
+            assert code_of(fourth) == (429, "too_many_sessions")
             server.gate.open()
             for n, done in enumerate(calls):
                 tokens = [result.tokens for result in done.result().results]
@@ -234,14 +239,15 @@ def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
 def test_waiting_items_do_not_delay_another_key() -> None:
     """Another owner's session runs while a call's items wait."""
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]), max_sessions=2)
-    alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
     with serve_fake(settings, gate=StepGate()) as server, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM] * 256}, headers=alice, timeout=60)
+        call = pool.submit(
+            httpx.post, server.url + VERIFY, json={"items": [ITEM] * 256}, headers=bearer(ALICE), timeout=60
+        )
         server.wait_until(lambda: server.core.slots.num_waiting == 1)
         stats = server.core.engine.stats()
         assert stats.running + stats.queued <= 2
         server.gate.open()
-        with httpx.Client(base_url=server.url, headers=bob) as client:
+        with httpx.Client(base_url=server.url, headers=bearer(BOB)) as client:
             assert run_session(client, {"prompt": [1], "max_tokens": 3, "ignore_eos": True}).tokens
         assert len(call.result().json()["results"]) == 256
         server.wait_until(lambda: is_idle(server))

@@ -187,10 +187,9 @@ def options_of(command: click.Command) -> Iterator[str]:
             yield from options_of(each)
 
 
-def test_metrics_and_alerts_exist() -> None:
+def test_metrics_and_alerts_exist(scraped: Scraped) -> None:
     """By their names at /metrics, and in the alert rules."""
-    with serve_all() as scraped:
-        exposed = set(re.findall(r"^# TYPE (\w+) ", "\n".join(scraped.texts()), re.MULTILINE))
+    exposed = set(re.findall(r"^# TYPE (\w+) ", "\n".join(scraped.texts()), re.MULTILINE))
     named = set(re.findall(r"`((?:outrider|process)_[a-z_]+)`", TEXT))
     assert len(named) > 3 and named <= exposed
     assert set(re.findall(r"`(Outrider[A-Z]\w+)`", TEXT)) <= {alert["alert"] for alert in ALERTS}

@@ -84,6 +84,8 @@ UNKNOWN_TO = {
         for room in ("lab", "chat", "modes", "drafting", "retrieval", "link", "devices", "results")
     },
 }
+SERVERS = ("outrider.cloud", "outrider.export", "outrider.models.http", "starlette", "fastapi", "uvicorn")
+"""What a generation on the device does not load."""
 HTTP_PACKAGES = {"pydantic", "pydantic_core", "starlette", "outrider"}
 """What `models/http` may import beside the standard library."""
 
@@ -223,40 +225,27 @@ def test_no_imports_go_in_a_circle(part: str) -> None:
     assert not waiting, f"in a circle: {sorted(waiting)}"
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Names of all modules that a fresh interpreter has after `statement`."""
-    code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(run.stdout.split())
-
-
 @pytest.mark.parametrize(
-    "statement",
+    ("modules", "unwanted"),
     [
-        "import outrider.edge, outrider.edge.modes.stream, outrider.edge.cli.main, outrider.edge.cli.run",
-        "import outrider.models.picks.sampling, outrider.models.bundle.bundle, outrider.models.runtimes",
-        "import outrider.models.wire.protocol",
-        "import outrider.cloud.server.main",
-        "import outrider.cloud.server.replicated, outrider.cloud.replicas.replica",  # Ray, once it starts
-        "import outrider.export.cli.main",
+        ("edge, edge.modes.stream, edge.modes.stop_and_wait, edge.cli.main, edge.cli.run", SERVERS),
+        ("models.picks.sampling, models.bundle.bundle, models.runtimes", ()),
+        ("models.wire.protocol", ()),
+        ("cloud.server.main", ()),
+        ("cloud.server.serve", ("outrider.edge", "outrider.export", "outrider.reference")),
+        ("cloud.server.replicated, cloud.replicas.replica", ()),  # Ray, once it starts
+        ("export.cli.main", ()),
     ],
 )
-def test_importing_loads_no_model_library(statement: str) -> None:
-    """The edge never loads torch; the others only once they are asked to do something with it."""
-    assert not {module.partition(".")[0] for module in loaded_by(statement)} & set(HEAVY)
-
-
-def test_a_generation_on_the_device_loads_no_server() -> None:
-    """`models.http` and Starlette are for servers; the agent's modes and commands need neither."""
-    modules = loaded_by("import outrider.edge.modes.stream, outrider.edge.modes.stop_and_wait, outrider.edge.cli.run")
-    assert not any(m.startswith(("outrider.cloud", "outrider.export", "outrider.models.http")) for m in modules)
-    assert not {"starlette", "fastapi", "uvicorn"} & modules
-
-
-def test_a_server_loads_neither_edge_nor_export() -> None:
-    """Imports go one way, also those that run only when a server starts."""
-    modules = loaded_by("import outrider.cloud.server.serve")
-    assert not any(m.startswith(("outrider.edge", "outrider.export", "outrider.reference")) for m in modules)
+def test_what_importing_loads(modules: str, unwanted: tuple[str, ...]) -> None:
+    """No model library: the edge never loads torch, the others once they are asked to do something with it. A
+    generation on the device needs no server, and a server neither edge nor exporter, also for what runs at its start.
+    """
+    code = f"import outrider.{modules.replace(', ', ', outrider.')}, sys\nprint('\\n'.join(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert not {module.partition(".")[0] for module in loaded} & set(HEAVY)
+    assert not [module for module in loaded if f"{module}.".startswith(tuple(f"{each}." for each in unwanted))]
 
 
 SYSTEMS = {

@@ -43,6 +43,7 @@ def counters(
 BEGIN = counters(0, (0, 0), own_s=0)
 BUSY = "This machine was busy: {} % of its processors while times were measured. Measure again when it is idle."
 READINGS: dict[str, tuple[tuple[Counters, ...], float, str | None]] = {
+    "nothing": ((), 0.0, None),
     "what this process uses": ((counters(5, (10, 10), own_s=3), counters(7, (12, 12), own_s=7)), 0.0, None),
     "other processes": (
         (counters(5, (10, 10), own_s=3), counters(7, (12, 11.48), own_s=4)),
@@ -95,11 +96,6 @@ def test_a_short_measurement_can_be_lengthened() -> None:
         began = time.monotonic()
         load.lengthen()
         assert time.monotonic() - began < machine_load.SHORTEST_S
-
-
-def test_nothing_measured_is_nothing_to_warn_of() -> None:
-    assert MachineLoad().other_share == 0.0
-    assert MachineLoad().warning() is None
 
 
 def test_a_child_is_ours_while_it_runs_and_after() -> None:

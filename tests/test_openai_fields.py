@@ -287,15 +287,6 @@ def test_usage_in_each_chunk(client: httpx.Client) -> None:
     assert counts == sorted(counts) and 0 < counts[0] <= counts[-1] == 24 and streamed[-1]["choices"] == []
 
 
-# stop strings in sessions
-
-
-# predicted outputs
-
-
-# tools and reasoning, from a target that writes them
-
-
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=4),

@@ -198,7 +198,7 @@ WRITTEN = '<think>Hm.</think>Sure.\n<tool_call>\n{"name": "weather", "arguments"
 
 
 @pytest.fixture(scope="module")
-def caller() -> Iterator[tuple[str, str]]:
+def callers() -> Iterator[tuple[str, str]]:
     """A verifier whose target writes a call, and an endpoint before it."""
     template = TOOL_TEMPLATE + "{# </think> #}"
     runtime = ScriptedRuntime(WRITTEN, "assistant: ")
@@ -206,52 +206,54 @@ def caller() -> Iterator[tuple[str, str]]:
         yield server.url, endpoint.url
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["verifier", "endpoint"])
-def test_a_call_of_a_tool(caller: tuple[str, str], place: int) -> None:
+@pytest.fixture(params=[0, 1], ids=["verifier", "endpoint"])
+def caller(callers: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=callers[request.param], timeout=30.0) as opened:
+        yield opened
+
+
+def test_a_call_of_a_tool(caller: httpx.Client) -> None:
     """In message and deltas, with the reasoning beside it; without tools the text is content."""
-    with httpx.Client(base_url=caller[place], timeout=30.0) as client:
-        asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "ignore_eos": False}
-        whole = complete(client, CHAT, tools=TOOLS, **asked)
-        openai_answers.ChatCompletion.model_validate(whole, strict=True)
-        (choice,) = whole["choices"]
-        message = choice["message"]
-        (call,) = message["tool_calls"]
-        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'} and call["type"] == "function"
-        assert (message["content"], message["reasoning_content"]) == ("Sure.", "Hm.")
-        assert choice["finish_reason"] == "tool_calls" and call["id"].startswith("call_")
-        content = thought = arguments = ""
-        reasons = []
-        for chunk in chunks(client, CHAT, tools=TOOLS, **asked):
-            openai_answers.ChatChunk.model_validate(chunk, strict=True)
-            delta = chunk["choices"][0]["delta"]
-            content += delta.get("content", "")
-            thought += delta.get("reasoning_content", "")
-            arguments += "".join(each["function"]["arguments"] for each in delta.get("tool_calls", ()))
-            reasons.append(chunk["choices"][0]["finish_reason"])
-        assert (content, thought, arguments) == ("Sure.", "Hm.", '{"city": "Paris"}')
-        assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
-        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            (choice,) = complete(client, CHAT, **asked, **fields)["choices"]
-            assert "tool_calls" not in choice["message"] and choice["message"]["content"].endswith("</tool_call>")
-            assert choice["finish_reason"] == "stop"
-        (choice,) = complete(client, CHAT, include_reasoning=False, **asked)["choices"]
-        assert "reasoning_content" not in choice["message"] and choice["message"]["content"].startswith("Sure.")
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "ignore_eos": False}
+    whole = complete(caller, CHAT, tools=TOOLS, **asked)
+    openai_answers.ChatCompletion.model_validate(whole, strict=True)
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'} and call["type"] == "function"
+    assert (message["content"], message["reasoning_content"]) == ("Sure.", "Hm.")
+    assert choice["finish_reason"] == "tool_calls" and call["id"].startswith("call_")
+    content = thought = arguments = ""
+    reasons = []
+    for chunk in chunks(caller, CHAT, tools=TOOLS, **asked):
+        openai_answers.ChatChunk.model_validate(chunk, strict=True)
+        delta = chunk["choices"][0]["delta"]
+        content += delta.get("content", "")
+        thought += delta.get("reasoning_content", "")
+        arguments += "".join(each["function"]["arguments"] for each in delta.get("tool_calls", ()))
+        reasons.append(chunk["choices"][0]["finish_reason"])
+    assert (content, thought, arguments) == ("Sure.", "Hm.", '{"city": "Paris"}')
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = complete(caller, CHAT, **asked, **fields)["choices"]
+        assert "tool_calls" not in choice["message"] and choice["message"]["content"].endswith("</tool_call>")
+        assert choice["finish_reason"] == "stop"
+    (choice,) = complete(caller, CHAT, include_reasoning=False, **asked)["choices"]
+    assert "reasoning_content" not in choice["message"] and choice["message"]["content"].startswith("Sure.")
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["verifier", "endpoint"])
-def test_a_choice_of_tools_is_checked(caller: tuple[str, str], place: int) -> None:
+def test_a_choice_of_tools_is_checked(caller: httpx.Client) -> None:
     """The schema of tools, and what may be chosen."""
-    with httpx.Client(base_url=caller[place], timeout=30.0) as client:
-        named = {"type": "function", "function": {"name": "other"}}
-        for fields, param in (
-            ({"tools": TOOLS, "tool_choice": named}, "tool_choice"),
-            ({"tool_choice": "required"}, "tool_choice"),
-            ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
-            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-            ({"tools": [{"type": "custom"}]}, "tools.0.type"),
-            ({"tools": TOOLS * 129}, "tools"),
-        ):
-            assert refused(client, CHAT, **fields) == ("invalid_parameter", param), fields
+    named = {"type": "function", "function": {"name": "other"}}
+    for fields, param in (
+        ({"tools": TOOLS, "tool_choice": named}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+        ({"tools": TOOLS * 129}, "tools"),
+    ):
+        assert refused(caller, CHAT, **fields) == ("invalid_parameter", param), fields
 
 
 def test_the_responses_api_is_refused_by_name(client: httpx.Client) -> None:

@@ -27,17 +27,6 @@ PROMPT = (1, 2, 3)
 # -- where a text is in an earlier one ---------------------------------------------------------------------------------
 
 
-def test_an_earlier_text_is_followed_position_by_position() -> None:
-    """From the first token on; one that the same request got is a repetition until it is left."""
-    committed: list[int] = []
-    repeated = RecentTextSource([5, 6, 7, 8], committed, is_repeat=True)
-    assert repeated.propose(3) == ([5, 6, 7], [REPEATED] * 3)
-    committed += [5, 6]
-    assert repeated.propose(9) == ([7, 8], [REPEATED] * 2)
-    committed += [9]
-    assert repeated.propose(9) == ([], []) and not repeated.goes_first
-
-
 def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
     """Each node has the kind of the agreement before it."""
     tokens, kinds = RecentTextSource(range(40), [0, 1, 2], is_repeat=False).propose(20)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from bench.plain_text import plain_texts
 from tests.fake_runtime import FakeBatchRuntime
-from tests.local_endpoint import fake_draft, serve_local
+from tests.local_endpoint import LocalEndpoint, fake_draft, serve_local
 from tests.serving import EOS_ID, FakeServer, Transcript, fake_tokenizer, run_session, serve_fake
 from tests.test_edge_resume import PROMPT as SCRIPTED
 from tests.test_edge_resume import Script, ended, opened, session, stream
@@ -82,6 +82,13 @@ def client(cloud: FakeServer) -> Iterator[httpx.Client]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
+    settings = LocalSettings(depth="8", options=make_options("1"))
+    with serve_local(cloud.url, settings, runtime=fake_draft(1.0)) as running:
+        yield running
+
+
 def texted(client: httpx.Client, prompt: Sequence[int], **fields: Any) -> Transcript:
     return run_session(client, {"prompt": [*prompt], "max_tokens": COUNT, "patience_ms": 0, **SAMPLED, **fields})
 
@@ -113,8 +120,11 @@ def test_verified_blocks_make_the_text_of_their_rules(client: httpx.Client, name
 
 
 @each_rule
-def test_completions_take_the_fields_of_openai_and_vllm(client: httpx.Client, name: str) -> None:
-    """Bad words are texts there, and become token ids."""
+@pytest.mark.parametrize("is_local", [False, True], ids=["verifier", "endpoint"])
+def test_completions_take_the_fields_of_openai_and_vllm(
+    cloud: FakeServer, local: LocalEndpoint, name: str, is_local: bool
+) -> None:
+    """Bad words are texts there, and become token ids. The endpoint passes them on, and its drafts are accepted."""
     fields, rules = dict(FIELDS[name]), RULES[name]
     if name == "words":
         words = ["verify", "t"]
@@ -122,12 +132,13 @@ def test_completions_take_the_fields_of_openai_and_vllm(client: httpx.Client, na
         assert len(found) > 2
         fields["bad_words"], rules = words, replace(rules, bad_words=tuple(map(tuple, found)))
     body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
-    answer = client.post("/v1/completions", json=body)
-    tokens = truth(rules)
+    answer = httpx.post((local if is_local else cloud).url + "/v1/completions", json=body, timeout=30.0)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == len(tokens)
+    tokens, usage = truth(rules), answer.json()["usage"]
     shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
     assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
+    assert usage["completion_tokens"] == len(tokens)
+    assert not is_local or usage["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
 def test_bad_words_have_a_form_after_a_space() -> None:
@@ -250,22 +261,6 @@ def test_branches_of_a_draft_are_each_ruled_by_their_own_tokens(name: str) -> No
     assert best.token == tokens[4]
 
 
-@each_rule
-def test_the_local_endpoint_passes_rules_on(cloud: FakeServer, name: str) -> None:
-    """Its text is the cloud's, and its drafts are accepted."""
-    fields = {key: value for key, value in FIELDS[name].items() if key != "bad_words"}
-    rules = replace(RULES[name], bad_words=())
-    with serve_local(cloud.url, LocalSettings(depth="8", options=make_options("1")), runtime=fake_draft(1.0)) as local:
-        body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
-        answer = httpx.post(f"{local.url}/v1/completions", json=body, timeout=30.0)
-    assert answer.status_code == 200, answer.text
-    tokens = truth(rules)
-    assert answer.json()["usage"]["completion_tokens"] == len(tokens)
-    shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
-    assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
-    assert answer.json()["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
-
-
 def test_run_has_options_of_rules() -> None:
     """They become the request's rules; what is wrong is found before a model is loaded."""
     numbers = ["presence_penalty=0.5", "min_tokens=4", "typical_p=0.9", "top_p=0.8", "top_k=5"]
@@ -275,29 +270,33 @@ def test_run_has_options_of_rules() -> None:
     assert rules == ProcessorOptions(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
     request = make_request(options, fake_tokenizer())
     assert request.processors.bad_words and request.plan.stop_ids == {EOS_ID}
-    with pytest.raises(ConfigError, match=r"--logit-bias is '7'"):
-        RunOptions(prompt="a", logit_bias=["7"])
-    with pytest.raises(SamplingError, match=r"^typical_p"):
-        RunOptions(prompt="a", param=["typical_p=0"])
-    for wrong in ("top_p", "top_k=1.5", "length=3", "min_p=x", "min_p=nan", "min_p=1e999"):
-        with pytest.raises(ConfigError, match="expected NAME=NUMBER, with one of top_k, top_p"):
-            RunOptions(prompt="a", param=[wrong])
-    with pytest.raises((ConfigError, SamplingError)):
-        RunOptions(prompt="a", param=[f"top_k={'9' * 400}"])
+    no_number = "expected NAME=NUMBER, with one of top_k, top_p"
+    wrong: list[tuple[dict[str, Any], type[Exception] | tuple[type[Exception], ...], str]] = [
+        ({"logit_bias": ["7"]}, ConfigError, r"--logit-bias is '7'"),
+        ({"param": ["typical_p=0"]}, SamplingError, r"^typical_p"),
+        ({"param": [f"top_k={'9' * 400}"]}, (ConfigError, SamplingError), "top_k"),
+        *(
+            ({"param": [each]}, ConfigError, no_number)
+            for each in ("top_p", "top_k=1.5", "length=3", "min_p=x", "min_p=nan", "min_p=1e999")
+        ),
+    ]
+    for given, error, told in wrong:
+        with pytest.raises(error, match=told):
+            RunOptions(prompt="a", **given)
 
 
-SCHEMA = {
+SCHEMA = """{
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
     "required": ["city", "days"],
-    "additionalProperties": False,
-}
+    "additionalProperties": false
+}"""
 
 
 @pytest.fixture
 def schema(tmp_path: Path) -> Path:
     path = tmp_path / "schema.json"
-    path.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    path.write_text(SCHEMA)
     return path
 
 
@@ -335,18 +334,30 @@ def test_a_device_without_the_library_drafts_without(monkeypatch: pytest.MonkeyP
     assert request.grammar == GrammarSpec("regex", "a") and request.draft_grammar is None
 
 
-def test_options_of_grammars_are_checked(schema: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"schema": SCHEMA, "regex": "a"}, ConfigError, "--schema and --regex both say which texts are allowed"),
+        ({"schema": None}, ConfigError, "--schema .*schema.json cannot be read: No such file"),
+        ({"schema": "{"}, RequestError, "not JSON"),
+        ({"schema": "[]"}, RequestError, "expected an object"),
+        ({"regex": "a", "ignore_eos": True}, ConfigError, "so --ignore-eos would have no effect"),
+    ],
+)
+def test_options_of_grammars_are_checked(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], told: str
+) -> None:
     """Before a model is loaded."""
-    with pytest.raises(ConfigError, match=r"--schema and --regex both say which texts are allowed"):
-        RunOptions("x", schema=schema, regex="a")
-    with pytest.raises(ConfigError, match=r"--schema .*nowhere.json cannot be read: No such file"):
-        RunOptions("x", schema=tmp_path / "nowhere.json")
-    for wrong, message in (("{", "not JSON"), ("[]", "expected an object")):
-        schema.write_text(wrong)
-        with pytest.raises(RequestError, match=message):
-            RunOptions("x", schema=schema)
-    with pytest.raises(ConfigError, match="so --ignore-eos would have no effect"):
-        RunOptions("x", regex="a", ignore_eos=True)
+    path = tmp_path / "schema.json"
+    if schema := options.get("schema"):
+        path.write_text(schema)
+    given = options | ({"schema": path} if "schema" in options else {})
+    with pytest.raises(error, match=told):
+        RunOptions("x", **given)
+
+
+def test_options_become_a_grammar() -> None:
+    """None without one; choices in their order."""
     assert RunOptions("x").grammar is None
     assert RunOptions("x", choice_of=["b", "a"]).grammar == GrammarSpec("choice", '["b","a"]')
 

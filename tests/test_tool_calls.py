@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,19 @@ CITY = {
 }
 
 
-@pytest.mark.parametrize("form", ["hermes", "mistral", "llama"])
+FORMS = ("hermes", "mistral", "llama")
+
+
+def written(form: str, *calls: tuple[str, Any]) -> str:
+    """These calls, name and arguments each, as a model writes them."""
+    key = "parameters" if form == "llama" else "arguments"
+    texts = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
+    if form == "hermes":
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    return f"[TOOL_CALLS][{', '.join(texts)}]" if form == "mistral" else "; ".join(texts)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_one", [True, False])
 def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bool) -> None:
     """Calls with arguments of their schema, and nothing else: no other name, no wrong argument, no free text."""
@@ -191,22 +204,15 @@ def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bo
         Tool.model_validate({"type": "function", "function": {"name": "time"}}),
     ]
     grammar = tool_grammar(form, tools, fake_tokenizer(), is_one=is_one)
-    key = "parameters" if form == "llama" else "arguments"
-
-    def written(*calls: tuple[str, Any]) -> str:
-        texts = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
-        if form == "hermes":
-            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-        return f"[TOOL_CALLS][{', '.join(texts)}]" if form == "mistral" else "; ".join(texts)
-
+    write = partial(written, form)
     one: tuple[str, Any] = ("weather", {"city": "Paris", "days": 3})
     two: tuple[str, Any] = ("time", {})
-    assert is_allowed(grammar, written(one)) and is_allowed(grammar, written(two))
-    assert is_allowed(grammar, written(one, two)) is not is_one
+    assert is_allowed(grammar, write(one)) and is_allowed(grammar, write(two))
+    assert is_allowed(grammar, write(one, two)) is not is_one
     for wrong in (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5})):
-        assert not is_allowed(grammar, written(wrong))
-    assert not is_allowed(grammar, "Sure. " + written(two))
-    _, _, found = read(ChatReader(ChatStyle(tools=form)), [written(one)])
+        assert not is_allowed(grammar, write(wrong))
+    assert not is_allowed(grammar, "Sure. " + write(two))
+    _, _, found = read(ChatReader(ChatStyle(tools=form)), [write(one)])
     assert [(call["name"], json.loads(call["arguments"])) for call in found] == [one]
 
 
@@ -240,35 +246,27 @@ def spec_of(style: ChatStyle | None = None, tokenizer: Any = None, prompt: Any =
     return grammar_of_call(body, style or ChatStyle("hermes"), tokenizer or fake_tokenizer(), [prompt])
 
 
-WRITTEN = {"hermes": "<tool_call>\n{}\n</tool_call>", "mistral": "[TOOL_CALLS][{}]", "llama": "{}"}
-
-
-@pytest.mark.parametrize("form", list(WRITTEN))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_one", [True, False])
 def test_strict_calls_in_free_text(form: str, is_one: bool) -> None:
     """Any text, and calls whose arguments follow the schema: what the parser reads as a call is one of the grammar."""
     tools = [Tool.model_validate(tool("weather", CITY, strict=True)), Tool.model_validate(tool("time"))]
     grammar = tool_grammar(form, tools, fake_tokenizer(), is_one=is_one, content=FREE_TEXT)
-    key = "parameters" if form == "llama" else "arguments"
-
-    def written(name: str, arguments: Any) -> str:
-        return WRITTEN[form].replace("{}", json.dumps({"name": name, key: arguments}))
-
-    good, bad = written("weather", {"city": "Paris"}), written("weather", {"days": 3})
-    for text in ("", "Sure.\n", "less < than <tool and [TOOL", good, written("time", {"any": [1]})):
+    right: tuple[str, Any] = ("weather", {"city": "Paris"})
+    good, bad = written(form, right), written(form, ("weather", {"days": 3}))
+    for text in ("", "Sure.\n", "less < than <tool and [TOOL", good, written(form, ("time", {"any": [1]}))):
         assert is_allowed(grammar, text), text
-    for text in (bad, written("other", {}), f"{good}{bad}"):
+    for text in (bad, written(form, ("other", {})), f"{good}{bad}"):
         assert not is_allowed(grammar, text), text
     before = "Sure. <|python_tag|>" if form == "llama" else "Sure. "
     assert is_allowed(grammar, before + good) and not is_allowed(grammar, before + bad)
-    two = {"hermes": f"{good}\n{good}", "mistral": f"{good[:-1]}, {good[13:]}", "llama": f"{good}; {good}"}
-    assert is_allowed(grammar, two[form]) is not is_one
+    assert is_allowed(grammar, written(form, right, right)) is not is_one
 
 
 def test_json_beside_calls() -> None:
     """`response_format` is the content's, and calls stay possible; a regular expression beside tools is refused."""
     tools = [tool("weather", CITY)]
-    good = WRITTEN["hermes"].replace("{}", json.dumps({"name": "weather", "arguments": {"city": "Paris"}}))
+    good = written("hermes", ("weather", {"city": "Paris"}))
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY, "strict": True}}
     for fields, text in (
         ({"response_format": schema}, '{"city":"Rome"}'),
