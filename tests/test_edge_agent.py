@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from tests.agents import (
@@ -19,6 +17,7 @@ from tests.agents import (
     SAMPLED,
     SURE,
     VOCAB,
+    Older,
     Pacing,
     Posting,
     Spying,
@@ -33,27 +32,22 @@ from tests.agents import (
 from tests.always_wrong import AlwaysWrongDrafter, WrappedDrafter
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.faulty_posts import FaultRates
-from tests.faulty_proxy import ProxyOptions
 from tests.serving import EOS_ID, FakeServer, serve_fake
 from tests.waiting import HANG_S, run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.depth import DepthController, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.assemble import make_depth
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.models.client import long_request
-from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.client import ClientOptions
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import SessionOpen
 
 SETTINGS = [SamplingParams(), SAMPLED, SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]
 
@@ -83,17 +77,6 @@ def test_the_text_does_not_depend_on_the_depth(server: FakeServer, depth: DepthC
     assert result.tokens == truth(request)
     if depth.plan().depth == 0:
         assert result.num_posts == result.num_drafted == 0
-
-
-async def test_stream_and_its_plain_twin_agree(server: FakeServer) -> None:
-    """Token by token, over several prompts on one agent each, whose estimates and draft cache carry over."""
-    async with VerifierClient(server.url) as client:
-        endpoints, estimates = Endpoints([client]), Estimates()
-        stream = StreamAgent(endpoints, drafter(), CostModelDepth(estimates), estimates)
-        plain = StopAndWaitAgent(endpoints, drafter(), FixedDepth(4), Estimates())
-        for request in map(asking, range(4)):
-            assert (await stream.generate(request)).tokens == truth(request)
-            assert (await plain.generate(request)).tokens == truth(request)
 
 
 RATES = {
@@ -184,16 +167,9 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
     """One whose `open` says protocol 1; and a server of today accepts the old form."""
     spy, pacing, request = Spying(), Pacing(), asking(seed=4, max_tokens=40)
 
-    class Old(VerifierClient):
-        """Reads what an old server would say."""
-
-        async def _events(self, *arguments: Any) -> Any:
-            async for event in super()._events(*arguments):
-                yield event.model_copy(update={"protocol": 1}) if isinstance(event, SessionOpen) else event
-
     with serve_fake(runtime=pacing.runtime(), config=SURE) as server:
         draft = drafter(0.9, lambda _: pacing.tried.set())
-        result = run(generate([Old(server.url)], request, draft, depth=FixedDepth(6), wrap=spy.wrap, width=width))
+        result = run(generate([Older(server.url)], request, draft, depth=FixedDepth(6), wrap=spy.wrap, width=width))
     assert result.tokens == truth(request) and result.num_failed_posts <= 2  # which came after the text's end
     assert not spy.trees and len(spy.paths) > 4
     assert all(len(path.paths) == 1 and 0 < len(path.paths[0]) <= 6 for path in spy.paths)
@@ -244,36 +220,6 @@ def test_a_cut_session_goes_on_as_if_nothing_had_happened(server: FakeServer, mo
         result = run(generate([proxy.url], request, drafter(), mode=mode))
         server.wait_until(lambda: is_at_rest(server))
         assert proxy.num_cuts > 1 and (mode is not Mode.STREAM or result.num_sessions > 2)
-    assert result.tokens == truth(request)
-
-
-def test_chunks_that_cut_their_connection_at_random_change_nothing() -> None:
-    """Four in ten of the server's chunks are lost with their connection."""
-    request = asking(seed=6)
-    # Steps that take time: without it a fast machine sends the whole text in a chunk or two, and none of these is lost.
-    with serve_fake(runtime=slow(0.003)) as server:
-        with proxy_to(server.url, ProxyOptions(cut_chance=0.4, seed=1)) as proxy:
-            result = run(generate([proxy.url], request, drafter(), retry=RetryPolicy(max_failures=500)))
-        assert result.tokens == truth(request) and result.num_sessions > 1
-        server.wait_until(lambda: is_at_rest(server))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_next_endpoint_takes_over_when_the_first_is_gone(mode: Mode) -> None:
-    """The first server stops in the middle; the second continues from the committed tokens."""
-    request = asking(seed=7)
-    with serve_fake() as second, ExitStack() as first:
-        server = first.enter_context(serve_fake())
-        proxy = first.enter_context(proxy_to(server.url))
-        num_seen = 0
-
-        def stop_the_first(batch: TokenBatch) -> None:
-            nonlocal num_seen
-            num_seen += len(batch.tokens)
-            if num_seen >= 15:
-                first.close()
-
-        result = run(generate([proxy.url, second.url], request, drafter(), mode=mode, on_tokens=stop_the_first))
     assert result.tokens == truth(request)
 
 
