@@ -17,15 +17,19 @@ from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """rtt_ms: delay added to a round trip, half each way. seed: of what is altered. kbit_s: rate of the link each way,
-    shared by all connections; 0 is no limit.
+    """rtt_ms: delay added to a round trip, half each way. cut_chance: chance, 0 to 1, that a chunk from the server
+    closes its connection instead of being delivered, drawn from `seed`. kbit_s: rate of the link each way, shared by
+    all connections; 0 is no limit.
     """
 
     rtt_ms: float = 0.0
+    cut_chance: float = 0.0
     seed: int = 0
     kbit_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.cut_chance <= 1.0:
+            raise ConfigError(f"cut_chance is {self.cut_chance!r}; expected a chance, 0 to 1")
         if not self.kbit_s >= 0.0:
             raise ConfigError(f"kbit_s is {self.kbit_s!r}; expected at least 0")
 
@@ -36,6 +40,7 @@ class FaultyProxy(DelayProxy):
     def __init__(self, host: str, port: int, options: ProxyOptions | None = None, listen_port: int = 0) -> None:
         options = options or ProxyOptions()
         super().__init__(host, port, options.rtt_ms, listen_port)
+        self._cut_chance = options.cut_chance
         self._kbit_s = options.kbit_s
         self._random = random.Random(options.seed)
         self._free_at = {True: 0.0, False: 0.0}  # when the link has carried all before: up, down
@@ -102,6 +107,9 @@ class FaultyProxy(DelayProxy):
             self.bytes_up += len(data)
         else:
             self.bytes_down += len(data)
+            if self._cut_chance and self._random.random() < self._cut_chance:
+                self.num_cuts += 1
+                raise ConnectionResetError("cut on purpose")
         if self._is_held:
             return []
         if self._num_flips:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ from tests.agents import (
 from tests.always_wrong import AlwaysWrongDrafter, WrappedDrafter
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.faulty_posts import FaultRates
+from tests.faulty_proxy import ProxyOptions
 from tests.serving import EOS_ID, FakeServer, serve_fake
 from tests.waiting import HANG_S, run
 
@@ -40,6 +42,7 @@ from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import DepthController, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.assemble import make_depth
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.models.client import long_request
@@ -220,6 +223,36 @@ def test_a_cut_session_goes_on_as_if_nothing_had_happened(server: FakeServer, mo
         result = run(generate([proxy.url], request, drafter(), mode=mode))
         server.wait_until(lambda: is_at_rest(server))
         assert proxy.num_cuts > 1 and (mode is not Mode.STREAM or result.num_sessions > 2)
+    assert result.tokens == truth(request)
+
+
+def test_chunks_that_cut_their_connection_at_random_change_nothing() -> None:
+    """Four in ten of the server's chunks are lost with their connection."""
+    request = asking(seed=6)
+    # Steps that take time: without it a fast machine sends the whole text in a chunk or two, and none of these is lost.
+    with serve_fake(runtime=slow(0.003)) as server:
+        with proxy_to(server.url, ProxyOptions(cut_chance=0.4, seed=1)) as proxy:
+            result = run(generate([proxy.url], request, drafter(), retry=RetryPolicy(max_failures=500)))
+        assert result.tokens == truth(request) and result.num_sessions > 1
+        server.wait_until(lambda: is_at_rest(server))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_endpoint_takes_over_when_the_first_is_gone(mode: Mode) -> None:
+    """The first server stops in the middle; the second continues from the committed tokens."""
+    request = asking(seed=7)
+    with serve_fake() as second, ExitStack() as first:
+        server = first.enter_context(serve_fake())
+        proxy = first.enter_context(proxy_to(server.url))
+        num_seen = 0
+
+        def stop_the_first(batch: TokenBatch) -> None:
+            nonlocal num_seen
+            num_seen += len(batch.tokens)
+            if num_seen >= 15:
+                first.close()
+
+        result = run(generate([proxy.url, second.url], request, drafter(), mode=mode, on_tokens=stop_the_first))
     assert result.tokens == truth(request)
 
 

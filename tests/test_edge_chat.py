@@ -136,8 +136,8 @@ async def test_the_next_turn_sends_the_new_tokens_and_a_hash(server: FakeServer)
         assert len(seen) < len(prompts[-1]) + 4 * 40 < sum(map(len, prompts)) + 4 * 40
 
 
-async def test_a_prefix_that_is_gone_is_sent_again(server: FakeServer) -> None:
-    """A server that evicted it answers 409, and the same turn goes on with all tokens."""
+async def test_everything_is_sent_again_where_a_prefix_is_gone_or_changed(server: FakeServer) -> None:
+    """A server that evicted it answers 409, and the same turn goes on with all tokens; /stats says why."""
     async with conversing(server.url) as conversation:
         await ask(conversation, "one")
         conversation._held = HeldPrefix(server.url, "00" * 16, conversation.num_tokens)
@@ -145,6 +145,11 @@ async def test_a_prefix_that_is_gone_is_sent_again(server: FakeServer) -> None:
         assert conversation.turns[1].sent_again == "the server held them no longer"
         await ask(conversation, "three")
         assert conversation.turns[2].sent_again is None
+        conversation.set_system("be short")
+        prompt = await ask(conversation, "four")
+        assert fake_tokenizer().decode(prompt).startswith("<system>\nbe short\n<user>\none\n")
+        turn = conversation.turns[3]
+        assert (turn.num_sent, turn.sent_again) == (turn.num_prompt, "the system message was changed")
 
 
 async def test_an_older_server_gets_no_field_that_it_refuses(server: FakeServer) -> None:
@@ -213,17 +218,6 @@ def test_ids_are_kept_where_the_text_is_the_same() -> None:
     assert continued(tokenizer, rendered, rendered) is None  # nothing new
     assert len(tokenizer.encode("rify")) == 1  # no token begins after half of it
     assert continued(tokenizer, tokenizer.encode("ri"), tokenizer.encode("rify(")) is None
-
-
-async def test_a_changed_system_message_sends_everything_again(server: FakeServer) -> None:
-    """And /stats says why."""
-    async with conversing(server.url) as conversation:
-        await ask(conversation, "one")
-        conversation.set_system("be short")
-        prompt = await ask(conversation, "two")
-        assert fake_tokenizer().decode(prompt).startswith("<system>\nbe short\n<user>\none\n")
-        turn = conversation.turns[1]
-        assert (turn.num_sent, turn.sent_again) == (turn.num_prompt, "the system message was changed")
 
 
 async def test_the_oldest_turns_are_dropped_visibly() -> None:

@@ -174,7 +174,7 @@ def test_a_draft_that_becomes_good_is_used_again() -> None:
 
 
 def test_the_depth_follows_the_last_commits() -> None:
-    """A hard passage after a long easy one is soon drafted shallowly or not at all, and the next easy one deep again."""
+    """A hard passage after a long easy one is drafted shallowly or not at all, and the next easy one deep again."""
     controller = CostModelDepth(estimates_at(0.9))
     deep = controller.plan().depth
     for num_matched in (0, 6):

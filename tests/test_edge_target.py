@@ -295,14 +295,6 @@ def test_another_verifier_is_asked_at_once() -> None:
     assert (first, second, clock.pauses) == ([0.0], [0.0, 5.0], [5.0])
 
 
-def test_a_verifier_that_always_asks_for_time_is_given_up() -> None:
-    """After as many attempts as any other that fails."""
-    clock, asked = Clock(), list[float]()
-    with pytest.raises(CloudError, match="tokens_exhausted: too many tokens"):
-        run(facts_from(clock, verifier(clock, asked, *["60"] * 50)))
-    assert len(asked) == 6 and clock.now == 300.0
-
-
 def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
     """A text of `run --offline-ok` and one of `outrider serve` wait for 3 s; a question of the latter does not wait."""
     client = VerifierClient("http://verifier", transport=httpx.MockTransport(lambda _: httpx.Response(503)))
