@@ -35,7 +35,7 @@ from outrider.models.client.errors import EndpointLost
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.wire.protocol import DraftRequest
+from outrider.models.wire.protocol import DraftRequest, SessionOpen
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, TreeDraft, decode_tree
 
 VOCAB = fake_tokenizer().size
@@ -137,6 +137,27 @@ async def generate(
 def scripted_client(answer: Callable[[httpx.Request], httpx.Response], url: str = "http://scripted") -> VerifierClient:
     """Of a server that is a function, behind httpx's transport interface."""
     return VerifierClient(url, transport=httpx.MockTransport(answer))
+
+
+class Passing(httpx.AsyncHTTPTransport):
+    """Passes requests on, as `change` leaves them; what it answers comes in the server's place."""
+
+    def __init__(self, change: Callable[[httpx.Request], httpx.Response | None]) -> None:
+        super().__init__()
+        self._change = change
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return self._change(request) or await super().handle_async_request(request)
+
+
+class Older(VerifierClient):
+    """Reads what a server of an older protocol would say. protocol: set it."""
+
+    protocol = 1
+
+    async def _events(self, *arguments: Any) -> Any:
+        async for event in super()._events(*arguments):
+            yield event.model_copy(update={"protocol": self.protocol}) if isinstance(event, SessionOpen) else event
 
 
 def slow(step_s: float) -> FakeBatchRuntime:

@@ -152,14 +152,6 @@ def test_a_stream_has_openais_schema(cloud: FakeServer, client: Any) -> None:
     assert "".join(each.choices[0].delta.content or "" for each in pieces) == chat_text(cloud)
 
 
-def test_the_clients_own_stream_gathers_the_answer(cloud: FakeServer, client: Any) -> None:
-    """`chat.completions.stream`, which agents use."""
-    with client.chat.completions.stream(messages=MESSAGES, **ASKED) as stream:
-        kinds = [event.type for event in stream]
-        gathered = stream.current_completion_snapshot
-    assert gathered.choices[0].message.content == chat_text(cloud) and kinds[-1] == "content.done"
-
-
 def test_what_clients_send_unasked_changes_nothing(cloud: FakeServer, client: Any) -> None:
     """Neutral values of fields that are not offered, and fields that have no effect."""
     chat = client.chat.completions.create(messages=MESSAGES, **ASKED, **SENT_BY_CLIENTS)
@@ -331,9 +323,9 @@ def test_a_busy_verifier() -> None:
     ("is_local", "words"), [(True, "shutting down"), (False, "shut down before the request was complete")]
 )
 def test_a_stream_that_the_server_ends_raises(is_local: bool, words: str) -> None:
-    """The error event of a stream becomes the client's APIError, with our code."""
+    """The error event of a stream becomes the client's APIError, with our code; new texts are refused meanwhile."""
     gate = StepGate()
-    with serve_fake(gate=gate) as server, serve_local(server.url) as endpoint:
+    with serve_fake(gate=gate, drain_s=30.0) as server, serve_local(server.url, drain_s=30.0) as endpoint:
         gate.allow(3)
         ends = endpoint if is_local else server
         with openai.OpenAI(base_url=f"{ends.url}/v1", api_key="unused", max_retries=0) as client:
@@ -341,13 +333,16 @@ def test_a_stream_that_the_server_ends_raises(is_local: bool, words: str) -> Non
                 model="fake", prompt="zip", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
             )
             assert next(stream).choices[0].text
+            ends.server.begin_drain(30.0)
+            with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+                client.completions.create(prompt="zip", **ASKED)
             ends.server.begin_drain(0.0)
             if not is_local:
                 gate.open()
             with pytest.raises(openai.APIError, match=words) as raised:
                 for _ in stream:
                     pass
-            assert raised.value.code == "shutting_down"
+            assert refused.value.code == raised.value.code == "shutting_down" and refused.value.status_code == 503
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -96,35 +96,43 @@ TOOL_TEMPLATE: Final = (
 )
 
 
+@contextmanager
+def clients_of(written: str) -> Iterator[list[Any]]:
+    """OpenAI's clients of a verifier whose target would write this, and of an endpoint before it."""
+    with (
+        serve_fake(runtime=ScriptedRuntime(written, "assistant: "), chat_template=TOOL_TEMPLATE) as server,
+        serve_local(server.url) as endpoint,
+        ExitStack() as stack,
+    ):
+        options: Any = {"api_key": "unused", "max_retries": 0, "_strict_response_validation": True}
+        yield [
+            stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", **options))
+            for address in (server.url, endpoint.url)
+        ]
+
+
 def test_openais_example_of_tools() -> None:
     """From the guide: a call, its result, the answer; whole, and as the client's own stream gathers it."""
     written = 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>'
-    runtime = ScriptedRuntime(written, "assistant: ")
-    with (
-        serve_fake(runtime=runtime, chat_template=TOOL_TEMPLATE) as server,
-        serve_local(server.url) as endpoint,
-    ):
-        for address in (server.url, endpoint.url):
-            with openai.OpenAI(
-                base_url=f"{address}/v1", api_key="unused", max_retries=0, _strict_response_validation=True
-            ) as client:
-                messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
-                asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "temperature": 0}
-                completion = client.chat.completions.create(messages=messages, **asked)
-                (choice,) = completion.choices
-                (call,) = choice.message.tool_calls or []
-                assert choice.finish_reason == "tool_calls" and call.type == "function"
-                assert json.loads(call.function.arguments) == {"location": "Paris"}
-                with client.chat.completions.stream(messages=messages, **asked) as stream:
-                    kinds = [event.type for event in stream]
-                    gathered = stream.get_final_completion().choices[0]
-                (again,) = gathered.message.tool_calls or []
-                assert again.function.arguments == call.function.arguments and gathered.finish_reason == "tool_calls"
-                assert gathered.message.content == choice.message.content == "Let me look."
-                assert "tool_calls.function.arguments.done" in kinds
-                messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
-                final = client.chat.completions.create(messages=messages, tool_choice="none", **asked)
-                assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
+    with clients_of(written) as clients:
+        for client in clients:
+            messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+            asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "temperature": 0}
+            completion = client.chat.completions.create(messages=messages, **asked)
+            (choice,) = completion.choices
+            (call,) = choice.message.tool_calls or []
+            assert choice.finish_reason == "tool_calls" and call.type == "function"
+            assert json.loads(call.function.arguments) == {"location": "Paris"}
+            with client.chat.completions.stream(messages=messages, **asked) as stream:
+                kinds = [event.type for event in stream]
+                gathered = stream.get_final_completion().choices[0]
+            (again,) = gathered.message.tool_calls or []
+            assert again.function.arguments == call.function.arguments and gathered.finish_reason == "tool_calls"
+            assert gathered.message.content == choice.message.content == "Let me look."
+            assert "tool_calls.function.arguments.done" in kinds
+            messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
+            final = client.chat.completions.create(messages=messages, tool_choice="none", **asked)
+            assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
 
 
 class CalendarEvent(BaseModel):
@@ -140,21 +148,6 @@ class GetWeather(BaseModel):
 
     location: str
     unit: Literal["celsius", "fahrenheit"]
-
-
-@contextmanager
-def clients_of(written: str) -> Iterator[list[Any]]:
-    """OpenAI's clients of a verifier whose target would write this, and of an endpoint before it."""
-    with (
-        serve_fake(runtime=ScriptedRuntime(written, "assistant: "), chat_template=TOOL_TEMPLATE) as server,
-        serve_local(server.url) as endpoint,
-        ExitStack() as stack,
-    ):
-        options: Any = {"api_key": "unused", "max_retries": 0, "_strict_response_validation": True}
-        yield [
-            stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", **options))
-            for address in (server.url, endpoint.url)
-        ]
 
 
 def test_openais_example_of_a_json_schema() -> None:

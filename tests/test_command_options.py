@@ -109,6 +109,18 @@ def test_inherited_options_come_where_the_class_places_them() -> None:
     assert not hasattr(seen[0], "__dict__")
 
 
+def ending(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> None:
+    """Runs a command that ends with this."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    run_app(app, what="acting", extra="edge")
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
@@ -128,15 +140,8 @@ def test_what_a_command_raises_becomes_an_exit_code(
     said: str,
 ) -> None:
     """One line for what the user can put right; Ctrl-C says nothing."""
-    app = make_app("An app.")
-
-    @app.command()
-    def act() -> None:
-        raise raised
-
-    monkeypatch.setattr(sys, "argv", ["app", "act"])
     with pytest.raises(SystemExit) as ended:
-        run_app(app, what="acting", extra="edge")
+        ending(monkeypatch, raised)
     shown = capsys.readouterr()
     assert ended.value.code == code and shown.out == ""
     assert shown.err.endswith(said) and shown.err.count("\n") == (1 if said else 0)
@@ -144,28 +149,14 @@ def test_what_a_command_raises_becomes_an_exit_code(
 
 def test_a_command_without_standard_output_ends_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """pythonw.exe has none: a service that failed at its end would be started again."""
-    app = make_app("An app.")
-
-    @app.command()
-    def act() -> None:
-        pass
-
-    monkeypatch.setattr(sys, "argv", ["app", "act"])
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     with pytest.raises(SystemExit) as ended:
-        run_app(app, what="acting", extra="edge")
+        ending(monkeypatch, typer.Exit(0))
     assert ended.value.code == 0
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody can put right from outside keeps its traceback."""
-    app = make_app("An app.")
-
-    @app.command()
-    def act() -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(sys, "argv", ["app", "act"])
     with pytest.raises(ZeroDivisionError):
-        run_app(app, what="acting", extra="edge")
+        ending(monkeypatch, ZeroDivisionError())

@@ -212,18 +212,6 @@ async def status(url: str, certificate: ClientCertificate | None = None) -> str:
 
 
 @needs_own_roots
-async def test_a_root_of_the_system_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certificate of a company's own authority, which no package has; without it the server is refused."""
-    certificate, key = make_own(tmp_path, "server")
-    with serve_fake(tls=TlsFiles(certificate, key)) as server:
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        assert await status(server.url) == "ready"
-        monkeypatch.delenv("SSL_CERT_FILE")
-        with pytest.raises(EndpointLost, match="its certificate was refused: self-signed"):
-            await status(server.url)
-
-
-@needs_own_roots
 async def test_clients_show_a_certificate_whose_subject_is_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

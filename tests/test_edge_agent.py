@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from tests.agents import (
@@ -19,6 +18,7 @@ from tests.agents import (
     SAMPLED,
     SURE,
     VOCAB,
+    Older,
     Pacing,
     Posting,
     Spying,
@@ -39,21 +39,18 @@ from tests.waiting import HANG_S, run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.depth import DepthController, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.assemble import make_depth
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.models.client import long_request
-from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.client import ClientOptions
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import SessionOpen
 
 SETTINGS = [SamplingParams(), SAMPLED, SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]
 
@@ -83,17 +80,6 @@ def test_the_text_does_not_depend_on_the_depth(server: FakeServer, depth: DepthC
     assert result.tokens == truth(request)
     if depth.plan().depth == 0:
         assert result.num_posts == result.num_drafted == 0
-
-
-async def test_stream_and_its_plain_twin_agree(server: FakeServer) -> None:
-    """Token by token, over several prompts on one agent each, whose estimates and draft cache carry over."""
-    async with VerifierClient(server.url) as client:
-        endpoints, estimates = Endpoints([client]), Estimates()
-        stream = StreamAgent(endpoints, drafter(), CostModelDepth(estimates), estimates)
-        plain = StopAndWaitAgent(endpoints, drafter(), FixedDepth(4), Estimates())
-        for request in map(asking, range(4)):
-            assert (await stream.generate(request)).tokens == truth(request)
-            assert (await plain.generate(request)).tokens == truth(request)
 
 
 RATES = {
@@ -184,16 +170,9 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
     """One whose `open` says protocol 1; and a server of today accepts the old form."""
     spy, pacing, request = Spying(), Pacing(), asking(seed=4, max_tokens=40)
 
-    class Old(VerifierClient):
-        """Reads what an old server would say."""
-
-        async def _events(self, *arguments: Any) -> Any:
-            async for event in super()._events(*arguments):
-                yield event.model_copy(update={"protocol": 1}) if isinstance(event, SessionOpen) else event
-
     with serve_fake(runtime=pacing.runtime(), config=SURE) as server:
         draft = drafter(0.9, lambda _: pacing.tried.set())
-        result = run(generate([Old(server.url)], request, draft, depth=FixedDepth(6), wrap=spy.wrap, width=width))
+        result = run(generate([Older(server.url)], request, draft, depth=FixedDepth(6), wrap=spy.wrap, width=width))
     assert result.tokens == truth(request) and result.num_failed_posts <= 2  # which came after the text's end
     assert not spy.trees and len(spy.paths) > 4
     assert all(len(path.paths) == 1 and 0 < len(path.paths[0]) <= 6 for path in spy.paths)

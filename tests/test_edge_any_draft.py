@@ -205,8 +205,11 @@ def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
     model.runtime.close()
 
 
-def test_without_a_server_what_was_pulled_with_the_draft_counts(place: Path, outrider: Outrider) -> None:
+def test_without_a_server_what_was_pulled_with_the_draft_counts(
+    place: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`serve` at boot, before the network is there: the endpoint has the target's tokenizer."""
+    monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOADING_S", 0.0)
     with serve_fake(drafts=place) as server:
         outrider("pull", "--server", server.url)
     about, said = screen(width=200)

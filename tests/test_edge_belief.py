@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.calibration import (
-    LOOKUP_RANK,
     MAX_WIDTH,
     Calibration,
     Guess,
@@ -20,7 +19,6 @@ from outrider.edge.drafting.calibration import (
     shared_guess,
 )
 from outrider.edge.drafting.estimates import CallTimes, Estimates
-from outrider.edge.drafting.forgetting import ForgettingRatio
 from outrider.edge.drafting.tree import GuessNode, GuessTree
 from outrider.models.errors import CloudError
 from outrider.models.picks.sampling import Candidates
@@ -124,13 +122,6 @@ def test_only_a_first_guess_that_was_wrong_is_contradicted() -> None:
     assert [outcome.contradicts_at(index) for index in range(3)] == [False, True, False]
 
 
-def test_a_repeated_commit_changes_nothing() -> None:
-    """A duplicate has no new tokens, tests nothing and drops nothing."""
-    belief = believing([5, 6], 7, 8)
-    outcome = belief.on_commit(0, [5, 6])
-    assert (outcome.tokens, outcome.tested, paths(belief.tree)) == ((), (), {(7,), (7, 8)})
-
-
 @pytest.mark.parametrize(("base", "tokens"), [(3, [9]), (1, [8]), (0, [1, 2])])
 def test_a_verifier_that_breaks_its_word_is_refused(base: int, tokens: list[int]) -> None:
     """A gap, or tokens other than those committed before, raise CloudError and change neither text nor guesses."""
@@ -138,19 +129,6 @@ def test_a_verifier_that_breaks_its_word_is_refused(base: int, tokens: list[int]
     with pytest.raises(CloudError):
         belief.on_commit(base, tokens)
     assert list(belief.known) == [1, 7] and paths(belief.tree) == {(9,)}
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 10)), min_size=1), st.floats(0, 1), st.floats(0.1, 1))
-def test_a_forgetting_ratio_stays_between_its_extremes(
-    seen: list[tuple[float, float]], prior: float, keep: float
-) -> None:
-    """A ratio of sums lies between the smallest and the largest of its ratios."""
-    ratio = ForgettingRatio(prior, 1.0, keep)
-    for top, bottom in seen:
-        ratio.add(top, bottom)
-    ratios = [prior, *(top / bottom for top, bottom in seen)]
-    assert min(ratios) - 1e-6 <= ratio.value <= max(ratios) * (1 + 1e-6) + 1e-6
 
 
 def scored(*gaps: float) -> list[Guess]:
@@ -214,20 +192,6 @@ def test_an_always_wrong_draft_shows_within_ten_tokens(gaps: tuple[float, ...]) 
     assert estimates.acceptance < 0.15
     for gap in (0.1, 0.3, 0.7, 1.5, 3.0, 9.0):
         assert estimates.calibration.chance(scored(gap)[0].cell) < 0.3
-
-
-def test_lookup_and_model_are_calibrated_apart() -> None:
-    """A repetitive text: what was looked up is right, the model's picks are wrong, what both say is in between."""
-    calibration = Calibration()
-    looked_up, model = lookup_guess(7, 4), scored(3.0)
-    assert looked_up.rank == LOOKUP_RANK
-    both = shared_guess(model[0])
-    assert both.token == model[0].token and both.rank == 0
-    assert calibration.chance(both.cell) > calibration.chance(model[0].cell)
-    for _ in range(60):
-        calibration.observe([*model, looked_up], 7)
-    assert calibration.chance(looked_up.cell) > 0.85 and calibration.chance(model[0].cell) < 0.15
-    assert calibration.chance(lookup_guess(7, 2).cell) < calibration.chance(looked_up.cell)
 
 
 def test_acceptance_is_that_of_the_first_guess_and_hits_count_all() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.agents import proxy_to
+from tests.agents import Passing, proxy_to
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
-from tests.serving import TURNS_TEMPLATE, FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
+from tests.serving import TURNS_TEMPLATE, FakeServer, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.chat.conversation import Conversation, continued, read_facts
 from outrider.edge.chat.messages import Message
@@ -38,21 +38,17 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-class Recorded(httpx.AsyncBaseTransport):
+class Recorded(Passing):
     """Passes requests on and keeps their bodies by path; `change` may answer in the server's place."""
 
     def __init__(self, change: Callable[[httpx.Request], httpx.Response | None] = lambda request: None) -> None:
-        self._inner = httpx.AsyncHTTPTransport()
-        self._change = change
+        super().__init__(change)
         self.bodies: list[tuple[str, dict[str, Any]]] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
             self.bodies.append((request.url.path, json.loads(request.content)))
-        return self._change(request) or await self._inner.handle_async_request(request)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
+        return await super().handle_async_request(request)
 
     @property
     def sessions(self) -> list[dict[str, Any]]:
@@ -115,39 +111,6 @@ async def ask(conversation: Conversation, text: str, max_tokens: int = MAX_TOKEN
 # -- what the server holds ---------------------------------------------------------------------------------------------
 
 
-def test_a_session_goes_on_from_a_hash(server: FakeServer) -> None:
-    """The end names prompt and text where that was asked for; the hash and the new tokens give the whole's text."""
-    prompt, more = [5, 17, 99, 3], [7, 8, 9]
-    body = {"max_tokens": 10, "ignore_eos": True, "temperature": 0.8, "seed": 3}
-    with httpx.Client(base_url=server.url) as client:
-        silent = run_session(client, body | {"prompt": prompt})
-        assert silent.end.prefix_hash is None
-        first = run_session(client, body | {"prompt": prompt, "keep_prefix": True})
-        assert first.end.prefix_hash is not None
-        again = run_session(client, body | {"prompt": more, "prefix_hash": first.end.prefix_hash})
-        everything = [*prompt, *first.tokens, *more]
-        assert again.tokens == run_session(client, body | {"prompt": everything}).tokens
-        assert again.tokens == target_tokens(everything, 10, SamplingParams(0.8, seed=3))
-        assert again.end.usage.prompt_tokens == len(everything)
-        assert again.end.usage.cached_prompt_tokens == len(prompt) + len(first.tokens) - 1
-        for used in (first.end.prefix_hash, "00" * 16):  # once, and never an unknown one
-            refused = client.post("/v1/sessions", json=body | {"prompt": more, "prefix_hash": used})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "prefix_not_held")
-    server.wait_until(lambda: not server.core.slots.num_taken)
-
-
-def test_a_session_that_is_cancelled_holds_nothing() -> None:
-    """Who leaves early is told no hash, so nothing is kept."""
-    gate = StepGate()
-    body = {"prompt": [1, 2, 3], "max_tokens": 50, "keep_prefix": True, "ignore_eos": True}
-    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
-        with client.stream("POST", "/v1/sessions", json=body) as response:
-            next(response.iter_lines())
-        gate.open()
-        server.wait_until(lambda: not server.core.slots.num_taken and not server.core.engine.stats().running)
-        assert server.core.engine.stats().parked == 0
-
-
 # -- a conversation keeps ids ------------------------------------------------------------------------------------------
 
 
@@ -173,8 +136,8 @@ async def test_the_next_turn_sends_the_new_tokens_and_a_hash(server: FakeServer)
         assert len(seen) < len(prompts[-1]) + 4 * 40 < sum(map(len, prompts)) + 4 * 40
 
 
-async def test_a_prefix_that_is_gone_is_sent_again(server: FakeServer) -> None:
-    """A server that evicted it answers 409, and the same turn goes on with all tokens."""
+async def test_everything_is_sent_again_where_a_prefix_is_gone_or_changed(server: FakeServer) -> None:
+    """A server that evicted it answers 409, and the same turn goes on with all tokens; /stats says why."""
     async with conversing(server.url) as conversation:
         await ask(conversation, "one")
         conversation._held = HeldPrefix(server.url, "00" * 16, conversation.num_tokens)
@@ -182,6 +145,11 @@ async def test_a_prefix_that_is_gone_is_sent_again(server: FakeServer) -> None:
         assert conversation.turns[1].sent_again == "the server held them no longer"
         await ask(conversation, "three")
         assert conversation.turns[2].sent_again is None
+        conversation.set_system("be short")
+        prompt = await ask(conversation, "four")
+        assert fake_tokenizer().decode(prompt).startswith("<system>\nbe short\n<user>\none\n")
+        turn = conversation.turns[3]
+        assert (turn.num_sent, turn.sent_again) == (turn.num_prompt, "the system message was changed")
 
 
 async def test_an_older_server_gets_no_field_that_it_refuses(server: FakeServer) -> None:
@@ -250,17 +218,6 @@ def test_ids_are_kept_where_the_text_is_the_same() -> None:
     assert continued(tokenizer, rendered, rendered) is None  # nothing new
     assert len(tokenizer.encode("rify")) == 1  # no token begins after half of it
     assert continued(tokenizer, tokenizer.encode("ri"), tokenizer.encode("rify(")) is None
-
-
-async def test_a_changed_system_message_sends_everything_again(server: FakeServer) -> None:
-    """And /stats says why."""
-    async with conversing(server.url) as conversation:
-        await ask(conversation, "one")
-        conversation.set_system("be short")
-        prompt = await ask(conversation, "two")
-        assert fake_tokenizer().decode(prompt).startswith("<system>\nbe short\n<user>\none\n")
-        turn = conversation.turns[1]
-        assert (turn.num_sent, turn.sent_again) == (turn.num_prompt, "the system message was changed")
 
 
 async def test_the_oldest_turns_are_dropped_visibly() -> None:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
-import signal
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents import truth, whole
-from tests.commands import Outrider, commands_group, screen
+from tests.commands import Outrider, screen
+from tests.export_cli import run_export
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import FakeServer, fake_tokenizer
+from tests.serving import fake_tokenizer
 
 from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.run import Ran, _lines, make_request
 from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import result_as_json, summary_lines
-from outrider.edge.cli.terminal import TokenPrinter, print_document
+from outrider.edge.cli.terminal import print_document
 from outrider.edge.drafting.belief import CommitOutcome
-from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import DRAFTED, Comparison, measured_rate, why_no_rate
 from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent, make_depth, make_options
+from outrider.edge.modes.assemble import make_agent, make_options
+from outrider.edge.modes.recorder import Recorder
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationResult, Mode, Source, TokenBatch
@@ -37,7 +37,6 @@ from outrider.export.quiet import quiet_upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import missing_extra
 
 
@@ -50,6 +49,8 @@ from outrider.models.process.extras import missing_extra
         (["--draft", "nowhere", "--width", "9"], "width is '9'; expected auto or a number, 1 to 8"),
         (["--draft", "nowhere", "--width", "wide"], "expected auto or a number, 1 to 8"),
         (["--draft", "nowhere", "--depth", "65"], "expected 0 to 64"),
+        (["--draft", "nowhere", "--depth", "1.5"], "expected auto, threshold or a number"),
+        (["--draft", "nowhere", "--depth", "-1"], "expected auto, threshold or a number"),
         (["--draft", "nowhere", "--runtime", "ngram", "--draft-device", "cpu"], "no device runs it"),
         (["--draft", "nowhere", "--emulate-npu", "--draft-device", "cpu"], "leave one of them out"),
         (
@@ -83,15 +84,9 @@ def test_exporting_without_its_packages_is_answered_with_the_command_that_instal
 
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(export_cli, "export_model", load)
-    monkeypatch.setattr(sys, "argv", ["outrider-export", "draft", str(tmp_path), "--out", str(tmp_path / "out")])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            export_cli.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    code = run_export(monkeypatch, "draft", str(tmp_path), "--out", str(tmp_path / "out"))
     shown = capsys.readouterr()
-    assert ended.value.code == 2 and shown.out == ""
+    assert code == 2 and shown.out == ""
     assert "error: loading draft needs the package 'torch'" in shown.err
     assert 'run: pip install "outrider[export]"\n' in shown.err and "Traceback" not in shown.err
     own = ModuleNotFoundError("no such", name="outrider.export.nowhere")
@@ -107,32 +102,6 @@ def test_a_run_ends_where_the_target_says_and_not_where_the_draft_would() -> Non
     for ignore_eos in (False, True):
         request = make_request(replace(options, ignore_eos=ignore_eos), fake_tokenizer())
         assert request.stop_ids is None and request.ignore_eos is ignore_eos
-
-
-def test_depths_by_name() -> None:
-    """auto, threshold, a number; nothing else."""
-    estimates = Estimates()
-    assert isinstance(make_depth("auto", estimates), CostModelDepth)
-    assert isinstance(make_depth("threshold", estimates), ThresholdDepth)
-    depth = make_depth("7", estimates)
-    assert isinstance(depth, FixedDepth) and depth.plan().depth == 7
-    for wrong in ("-1", "65", "deep", "1.5"):
-        with pytest.raises(ConfigError):
-            make_depth(wrong, estimates)
-
-
-@pytest.mark.parametrize("mode", list(Mode))
-async def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model(mode: Mode, server: FakeServer) -> None:
-    """The same text from each, here with prompt lookup as the draft."""
-    request = whole((5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(0.7, seed=2), 30)
-    async with VerifierClient(server.url) as client:
-        agent = make_agent(mode, Endpoints([client]), NgramDrafter(), "3")
-        assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
-        result = await agent.generate(request)
-    assert result.tokens == truth(request) and result.mode is mode
-    assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
-    if mode is Mode.STOP_AND_WAIT:
-        assert result.num_sent == result.num_drafted and sum(result.hits.values()) == result.num_accepted
 
 
 def test_an_agent_drafts_as_its_options_say() -> None:
@@ -195,26 +164,20 @@ def test_options_without_effect_are_refused_by_name(options: dict[str, Any], fou
             DemoOptions(**options)
 
 
-def test_options_with_an_effect_are_taken() -> None:
-    """Each where it counts."""
-    RunOptions("x", mode=Mode.STOP_AND_WAIT, depth="4", threads=1)
-    RunOptions("x", mode=Mode.STOP_AND_WAIT, effort=Effort.LOW)
-    RunOptions("x", width="8", lookup=True, effort=Effort.LOW)
-    RunOptions("x", width="1", depth="4")
-    DemoOptions(width="8", lookup=False)
-
-
-@pytest.mark.parametrize("command", ["run", "demo"])
-def test_the_options_of_the_tree_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same words for both commands, and the defaults."""
-    group = commands_group()
-    context = group.commands[command].make_context(command, [] if command == "demo" else ["text"])
-    assert (context.params["width"], context.params["lookup"]) == ("auto", None)
-    assert context.params["effort"] == "normal"
-    explained = {each.opts[0]: getattr(each, "help", "") for each in group.commands[command].params}
-    assert explained["--width"] == "Guesses per token: auto, or 1 to 8; 1 drafts a single path."
-    assert explained["--effort"] == "How much the device drafts; low saves energy."
-    assert explained["--lookup"] == "Also copy earlier passages of the text."
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": Mode.STOP_AND_WAIT, "depth": "4", "threads": 1},
+        {"mode": Mode.STOP_AND_WAIT, "effort": Effort.LOW},
+        {"width": "8", "lookup": True, "effort": Effort.LOW},
+        {"width": "1", "depth": "4"},
+    ],
+)
+def test_options_with_an_effect_are_taken(options: dict[str, Any]) -> None:
+    """Each where it counts; the demo's too."""
+    RunOptions("x", **options)
+    if not options.keys() & {"mode", "depth"}:
+        DemoOptions(**options)
 
 
 LONG = GenerationResult(
@@ -341,19 +304,28 @@ def test_a_rate_that_cannot_be_known_is_not_shown(arrival_s: tuple[float, ...], 
     assert result_as_json(result, "")["tokens_per_s"] is None
 
 
-def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> None:
-    """Characters that are split over tokens appear when they are whole; half of one never does."""
-    tokenizer = fake_tokenizer()
-    text = "def naïve(東京): return '😀'"
-    tokens = tuple(tokenizer.encode(text))
-    for num_accepted in range(len(tokens) + 1):
-        console, out = screen(width=20, no_color=True)
-        printer = TokenPrinter(console, tokenizer.detokenizer())
-        for token in tokens[:num_accepted]:
-            printer(TokenBatch((token,), 1, 0.0))
-        printer(TokenBatch(tokens[num_accepted:], 0, 0.0))
-        printer.finish()
-        assert out.getvalue() == text
-    console, coloured = screen(force_terminal=True, color_system="standard")
-    TokenPrinter(console, tokenizer.detokenizer())(TokenBatch(tuple(tokenizer.encode("ab")), 1, 0.0))
-    assert "\x1b[32m" in coloured.getvalue()
+def test_a_result_tells_rates_as_ratios_of_sums() -> None:
+    """Tested tokens are the accepted ones and the first rejected one; passes, gaps and bytes follow from the record."""
+    now = [10.0]
+    batches: list[TokenBatch] = []
+    recorder = Recorder(Mode.STREAM, batches.append, lambda: now[0])
+    for at, tokens, accepted, proposed in ((10.5, (1,), 0, 0), (10.6, (2, 3, 4), 2, 5), (10.7, (5, 6), 1, 1)):
+        now[0] = at
+        recorder.commit(tokens, accepted, proposed)
+    recorder.depth(4)
+    result = recorder.finish("length", ByteCounts(600, 120, 9, 9))
+    assert result.tokens == (1, 2, 3, 4, 5, 6)
+    assert [source is Source.DRAFT for source in result.sources] == [False, True, True, False, True, False]
+    assert result.acceptance_rate == pytest.approx(3 / 4)
+    assert (result.num_proposed, result.num_passes, result.tokens_per_pass) == (6, 3, 2.0)
+    assert result.ttft_ms == pytest.approx(500.0)
+    assert result.tokens_per_s == pytest.approx(5 / 0.2)
+    assert result.gap_ms(50) == pytest.approx(0.0) and result.gap_ms(99) == pytest.approx(100.0)
+    assert (result.bytes_up_per_token, result.bytes_down_per_token) == (100.0, 20.0)
+    assert [batch.num_accepted for batch in batches] == [0, 2, 1]
+    tree = Recorder(Mode.STREAM)
+    tree.commit((1, 2, 3), 2, 9, may_reject=False)  # the rest were other branches
+    tree.commit((4,), 0, 6)
+    assert tree.finish("length", ByteCounts()).acceptance_rate == pytest.approx(2 / 3)
+    empty = Recorder(Mode.CLOUD_ONLY).finish("length", ByteCounts())
+    assert math.isnan(empty.tokens_per_s) and empty.acceptance_rate is None

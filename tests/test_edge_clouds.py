@@ -6,23 +6,20 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.agents import SURE, Clock, proxy_to
-from tests.commands import KEY, Outrider, key_file
+from tests.commands import KEY, Outrider
 from tests.local_endpoint import DRAFTS, PROMPT, LocalEndpoint, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
-from outrider.edge.setup.endpoints import Endpoint, Keys
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, TargetMismatch
-from outrider.models.errors import ConfigError
 from outrider.models.wire.protocol import ReadyAnswer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
@@ -32,27 +29,22 @@ def test_a_breaker_leaves_out_what_failed_and_allows_one_trial_a_pause() -> None
     """The pause doubles with each failed trial; further failures of the same outage count once."""
     clock = Clock()
     breaker = Breaker(1.0, max_pause_s=3.0, clock=clock)
-    assert breaker.allows() and not breaker.is_open
-    breaker.failed()
-    breaker.failed()
-    assert breaker.is_open and not breaker.allows() and breaker.pause_s == 1.0
-    clock.now = 1.0
-    assert breaker.allows() and not breaker.allows()  # half-open: one trial
-    breaker.failed()
-    assert breaker.pause_s == 2.0
-    clock.now = 3.0
-    assert breaker.allows()
-    breaker.failed()
-    assert breaker.pause_s == 3.0  # the longest
-    clock.now = 6.0
+    for now, outcomes, pause_s in (
+        (0.0, [breaker.failed, breaker.failed], 1.0),
+        (1.0, [breaker.failed], 2.0),
+        (3.0, [breaker.failed], 3.0),  # the longest
+        (6.0, [breaker.passed, breaker.failed], 3.0),  # a trial that only looked has not shown that it works
+        (9.0, [breaker.succeeded, breaker.failed], 1.0),
+    ):
+        clock.now = now
+        assert breaker.allows() and breaker.allows() != breaker.is_open  # half-open: one trial
+        for outcome in outcomes:
+            outcome()
+        assert breaker.is_open and not breaker.allows() and breaker.pause_s == pause_s
+    clock.now = 10.0
     assert breaker.allows()
     breaker.passed()
     assert not breaker.is_open and breaker.allows()
-    breaker.failed()  # a trial that only looked has not shown that it works
-    assert breaker.pause_s == 3.0
-    breaker.succeeded()
-    breaker.failed()
-    assert breaker.pause_s == 1.0
 
 
 @pytest.mark.parametrize(
@@ -182,22 +174,6 @@ async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> N
     fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
     assert not fleet.is_down(B)
     await fleet.aclose()
-
-
-def test_a_general_key_goes_over_plain_http_only_where_that_is_allowed(tmp_path: Path) -> None:
-    """By --allow-http or the endpoint's allow_http; loopback needs neither, and an endpoint's own key stays its own."""
-    far, near = "http://cloud.example.com", "http://127.0.0.1:8078"
-    with pytest.raises(ConfigError, match="without encryption") as found:
-        Keys(KEY, is_asked=True).for_url(far, [far])
-    assert KEY not in str(found.value) and "--allow-http" in str(found.value)
-    with pytest.raises(ConfigError, match="without encryption"):
-        Keys(KEY).for_url("cloud.example.com", ["cloud.example.com", near])  # http where no scheme is given
-    assert Keys(KEY, is_http_allowed=True).for_url(far, [far]) == KEY
-    assert Keys(KEY, endpoints=(Endpoint(url=far, allow_http=True),)).for_url(far, [far]) == KEY
-    assert Keys(KEY).for_url(near, [near]) == Keys(KEY).for_url("https://x", ["https://x"]) == KEY
-    assert Keys().for_url(far, [far]) is None
-    own = Endpoint(url="https://a", key_file=str(key_file(tmp_path)))
-    assert Keys("general-key", endpoints=(own,)).for_url("https://a", ["https://a", near]) == KEY
 
 
 def test_the_command_refuses_to_send_a_key_in_the_clear(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -172,12 +173,13 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("platformdirs.user_config_path", lambda name, appauthor: tmp_path / name)
     assert config_path() == tmp_path / "outrider" / "config.toml"
     assert not read_config().is_there
-    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "mine.toml"))
-    with pytest.raises(ConfigError, match=r"mine\.toml is not there, and OUTRIDER_CONFIG names it"):
-        read_config()
-    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path))
-    with pytest.raises(ConfigError, match="is a directory"):
-        read_config()
+    for place, message in (
+        (tmp_path / "mine.toml", r"mine\.toml is not there, and OUTRIDER_CONFIG names it"),
+        (tmp_path, "is a directory"),
+    ):
+        monkeypatch.setenv("OUTRIDER_CONFIG", str(place))
+        with pytest.raises(ConfigError, match=message):
+            read_config()
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 1\r\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "bom.toml"))
     assert read_config().document == {"run": {"seed": 1}}
@@ -203,18 +205,54 @@ def test_the_example_names_every_option_and_is_never_written_twice(config: Path,
     assert re.search(r"\bapi_key\b", text) is None
 
 
-def test_a_key_goes_to_its_own_endpoint_only(tmp_path: Path) -> None:
-    """Not to the others, whatever general key there is; a key that was asked for wins where one address is in use."""
-    own = Endpoint(url="https://a", key_file=str(key_file(tmp_path)))
-    other = Endpoint(url="https://b")
-    urls = ["https://a", "https://b"]
-    keys = Keys(OTHER_KEY, is_asked=True, endpoints=(own, other))
-    assert [keys.for_url(url, urls) for url in urls] == [KEY, None]
-    assert keys.for_url("https://a", ["https://a"]) == OTHER_KEY
-    assert Keys(OTHER_KEY, is_asked=False, endpoints=(own,)).for_url("https://a", ["https://a"]) == KEY
-    assert Keys(OTHER_KEY, endpoints=(other,)).for_url("https://b/v1", ["https://b/v1"]) == OTHER_KEY
-    assert [Keys(OTHER_KEY).for_url(url, urls) for url in urls] == [OTHER_KEY, OTHER_KEY]
-    assert Keys(OTHER_KEY, endpoints=(own,)).for_url("https://c", ["https://c", "https://a"]) == OTHER_KEY
+FAR, NEAR = "http://cloud.example.com", "http://127.0.0.1:8078"
+ENDPOINTS = {
+    "own": Endpoint(url="https://a", key_file="cloud.key"),
+    "other": Endpoint(url="https://b"),
+    "in the clear": Endpoint(url=FAR, allow_http=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "endpoints", "url", "others", "found"),
+    [
+        pytest.param({"is_asked": True}, ["own", "other"], "https://a", ["https://b"], KEY, id="its own"),
+        pytest.param({"is_asked": True}, ["own", "other"], "https://b", ["https://a"], None, id="no general one"),
+        pytest.param({"is_asked": True}, ["own", "other"], "https://a", [], OTHER_KEY, id="asked for, for one address"),
+        pytest.param({}, ["own"], "https://a", [], KEY, id="its own before one that is not asked for"),
+        pytest.param({}, ["own"], "https://a", [NEAR], KEY, id="its own beside this machine"),
+        pytest.param({}, ["other"], "https://b/v1", [], OTHER_KEY, id="an endpoint without a key"),
+        pytest.param({}, [], "https://b", ["https://a"], OTHER_KEY, id="no endpoint"),
+        pytest.param({}, ["own"], "https://c", ["https://a"], OTHER_KEY, id="an address beside an endpoint"),
+        pytest.param({"is_http_allowed": True}, [], FAR, [], OTHER_KEY, id="in the clear by option"),
+        pytest.param({}, ["in the clear"], FAR, [], OTHER_KEY, id="in the clear by endpoint"),
+        pytest.param({}, [], NEAR, [], OTHER_KEY, id="this machine"),
+        pytest.param({}, [], "https://x", [], OTHER_KEY, id="https"),
+        pytest.param({"general": None}, [], FAR, [], None, id="none in the clear"),
+    ],
+)
+def test_a_key_goes_to_its_own_endpoint_only(
+    given: dict[str, Any],
+    endpoints: list[str],
+    url: str,
+    others: list[str],
+    found: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not to the others, whatever general key there is; in the clear only to this machine, or where that is allowed."""
+    key_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    keys = Keys(**{"general": OTHER_KEY, **given}, endpoints=tuple(ENDPOINTS[name] for name in endpoints))
+    assert keys.for_url(url, [url, *others]) == found
+
+
+@pytest.mark.parametrize(("url", "others"), [(FAR, []), ("cloud.example.com", [NEAR])])  # http where no scheme is given
+def test_a_general_key_is_not_sent_in_the_clear(url: str, others: list[str]) -> None:
+    """The error names the option, and not the key."""
+    with pytest.raises(ConfigError, match="without encryption") as found:
+        Keys(KEY, is_asked=True).for_url(url, [url, *others])
+    assert KEY not in str(found.value) and "--allow-http" in str(found.value)
 
 
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:

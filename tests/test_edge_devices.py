@@ -296,13 +296,6 @@ def test_the_prompt_is_read_from_standard_input_where_none_is_given(
     assert len(texts) == 1
 
 
-def test_ngrams_need_no_model_of_the_bundle(fake_bundle: Path) -> None:
-    """Its files are never opened as one."""
-    opened = open_drafter(Bundle.open(fake_bundle), DraftChoice("ngram"))
-    assert opened.placement == Placement("ngram")
-    opened.drafter.close()
-
-
 def test_a_provider_is_chosen_by_name_or_by_policy_and_the_one_that_ran_is_told(
     onnx_draft: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

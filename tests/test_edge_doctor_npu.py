@@ -32,7 +32,6 @@ from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.runtimes.base import ModelLimits
 
-EMULATED = DraftChoice(device="npu", emulate_npu=True)
 REAL = DraftChoice(device="npu")
 SHAPES = StaticShapes(prompt_len=64, response_len=128, step_len=4)
 
@@ -237,15 +236,6 @@ def test_a_cut_that_leaves_a_trace_is_found(forgets: bool, max_branches: int) ->
     found = fork(Cutting(forgets=forgets, max_branches=max_branches), list(range(1, PROMPT + 20)))
     assert found["num_rows"] == 7 and (found["num_equal"] == 7) != forgets
     assert (found["delta"] > 0.0) == forgets
-
-
-def test_scores_are_those_after_each_place_of_the_fixed_text(draft: Bundle) -> None:
-    """POSITIONS of them, the first after the prompt."""
-    tokens, runtime = fixed_tokens(draft), Cutting(forgets=False)
-    rows = scores(runtime, tokens)
-    assert rows.shape == (POSITIONS, 50) and len(tokens) == PROMPT + POSITIONS
-    assert np.array_equal(rows[0], runtime._row(tokens[:PROMPT]))
-    assert np.array_equal(rows[-1], runtime._row(tokens[:-1]))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Compares drafters with fresh ones after any course of a text."""
+"""Compares drafters with fresh ones after any course of a text; and drafting inside a grammar."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,10 +13,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.fake_runtime import FakeSequenceRuntime
 
-from outrider.edge.drafting.calibration import LOOKUP_RANK, shared_guess
+from outrider.edge.drafting.calibration import LOOKUP_RANK, Calibration, forced_guess, shared_guess
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.results import GenerationRequest
+from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.grammar.state import GrammarState
 from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import SessionRequest
 
 VOCAB = 30
 SAMPLED = SamplingParams(0.8, seed=4)
@@ -150,18 +159,6 @@ def test_a_draft_has_no_guess_after_a_token_that_it_does_not_have() -> None:
         assert drafter.guess([[]], 2) == [[]]
 
 
-@pytest.mark.parametrize("make", [Unbranched, lambda: branched(8)], ids=["one sequence", "branches"])
-def test_a_text_beyond_the_longest_sequence_has_no_guess(make: Callable[[], SequenceRuntime]) -> None:
-    """The runtime is not asked: it would raise."""
-    drafter = ModelDrafter(make())
-    drafter.begin([1] * 63, SAMPLED)
-    assert [bool(guesses) for guesses in drafter.guess([[], [2]], 4)] == [True, False]
-    drafter.extend([1] * 40)
-    assert drafter.guess([[], [2]], 4) == [[], []]
-    drafter.begin([1] * 200, SAMPLED)
-    assert drafter.guess([[]], 4) == [[]]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
     """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""
@@ -209,3 +206,138 @@ def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
     assert mixed.guess([[], [1]], 4) == [[], []]
     mixed.begin([1, 2] * 31, SAMPLED)
     assert mixed.guess([[]], 4) != [[]]
+
+
+# -- inside a grammar --------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+PROMPT = [5, 9, 40]
+PARAMS = SamplingParams(temperature=0.8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as made:
+        yield made
+
+
+def make(tokenizer: Tokenizer, compiler: GrammarCompiler) -> tuple[ModelDrafter, list[Sequence[int]]]:
+    """A drafter in the grammar, and the tokens of each call of its model."""
+    calls = list[Sequence[int]]()
+    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=tokenizer.size, on_step=calls.append), tokenizer.size)
+    drafter.begin(PROMPT, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec.json_schema(SCHEMA))))
+    return drafter, calls
+
+
+def test_forced_tokens_are_drafted_for_nothing(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A path before anything is read, and a guess for each forced node of the tree, without a call of the model."""
+    drafter, calls = make(tokenizer, compiler)
+    path = [guess.token for guess in drafter.continuation(16)]
+    assert tokenizer.decode(path).startswith('{"colour":')
+    assert drafter.continuation(2) == [forced_guess(token) for token in path[:2]]
+    assert drafter.guess([path[:index] for index in range(len(path))], 4) == [[forced_guess(token)] for token in path]
+    assert not calls
+
+
+@pytest.mark.parametrize("method", ["apply", "accept", "validate", "forced"])
+def test_a_grammar_beyond_its_limits_is_no_fault_of_the_device(
+    method: str, tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft goes on without it. As a fault it would take the device away from all other texts, too."""
+    drafter, calls = make(tokenizer, compiler)
+
+    def fail(*given: object) -> None:
+        raise RequestError("grammar_too_complex", "the grammar is too costly")
+
+    monkeypatch.setattr(GrammarState, method, fail)
+    drafter.extend(tokenizer.encode('{"colour":"'))
+    assert drafter.guess([[]], 4)[0] or method == "apply"  # no token is known to be allowed
+    assert drafter.guess([[7]], 4)[0] or method == "apply"
+    assert drafter._processors.allows([], 7) or method == "apply"
+    assert calls
+
+
+def test_guesses_are_inside_the_grammar(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Every guess may follow its branch; a branch that has left the grammar gets none."""
+    drafter, calls = make(tokenizer, compiler)
+    start = [guess.token for guess in drafter.continuation(16)]
+    drafter.extend(start)
+    state = compiler.compile(GrammarSpec.json_schema(SCHEMA)).state()
+    assert all(map(state.accept, start))
+    (guesses,) = drafter.guess([()], 8)
+    assert guesses and calls
+    assert all(state.validate([guess.token]) == 1 for guess in guesses)
+    assert drafter.guess([tokenizer.encode("\n\n")], 4) == [[]]
+    assert drafter.guess([()], 8) == [guesses]  # and it changed nothing
+
+
+def test_a_whole_text_can_be_drafted(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """To its end token, which is forced too."""
+    drafter, calls = make(tokenizer, compiler)
+    text: list[int] = []
+    while not text or text[-1] not in tokenizer.eos_token_ids:
+        (guesses,) = drafter.guess([()], 1)
+        text.append(guesses[0].token)
+        drafter.extend(text[-1:])
+        assert len(text) < 60
+    assert tokenizer.decode(text).endswith("}")
+    assert len(calls) < len(text) / 2
+
+
+def test_lookup_stays_inside_too(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """What followed the same tokens before is no guess where the grammar forbids it."""
+    runtime = FakeSequenceRuntime(vocab_size=tokenizer.size)
+    mixed = ModelDrafter(runtime, tokenizer.size).with_lookup()
+    repeated = tokenizer.encode("one two three one two")
+    mixed.begin(repeated, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec("regex", "( [0-9]){9}"))))
+    (guesses,) = mixed.guess([()], 4)
+    assert guesses and all(tokenizer.decode([guess.token]) not in (" three", "one") for guess in guesses)
+
+
+def test_a_forced_guess_that_lookup_makes_too_is_learned_from(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """It stays a forced one: it has no cell for two sources."""
+    repeated, calibration = tokenizer.encode("one two three one two"), Calibration()
+    mixed = ModelDrafter(FakeSequenceRuntime(vocab_size=tokenizer.size), tokenizer.size).with_lookup()
+    mixed.begin(repeated, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec("choice", '[" three four"]'))))
+    (guesses,) = mixed.guess([()], 4)
+    assert [tokenizer.decode([guess.token]) for guess in guesses] == [tokenizer.decode([repeated[-3]])] or guesses
+    calibration.observe(guesses, guesses[0].token)
+    assert calibration.chance(guesses[0].cell) > 0.9
+
+
+def test_a_target_that_leaves_the_grammar_is_drafted_for_without(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """A server that knows no grammars, or another vocabulary's: drafting goes on."""
+    drafter, _ = make(tokenizer, compiler)
+    drafter.extend(tokenizer.encode("class Free"))
+    (guesses,) = drafter.guess([()], 4)
+    assert guesses and drafter.continuation(4) == []
+    begun = ModelDrafter(FakeSequenceRuntime(vocab_size=tokenizer.size), tokenizer.size)
+    plan = ProcessorPlan(num_generated=1, grammar=compiler.compile(GrammarSpec("regex", "[0-9]+")))
+    begun.begin(tokenizer.encode("x class"), PARAMS, plan)
+    assert begun.guess([()], 4)[0]
+
+
+def test_forced_guesses_are_likely_and_learned() -> None:
+    calibration, guess = Calibration(), forced_guess(5)
+    assert calibration.chance(guess.cell) > 0.9
+    assert shared_guess(guess) == guess  # made by lookup too
+    for _ in range(40):
+        calibration.observe([guess], 6)
+    assert calibration.chance(guess.cell) < 0.5
+
+
+def test_a_request_takes_its_grammar_to_the_server(compiler: GrammarCompiler) -> None:
+    """Spec on the wire with the tokens that belong to the text; compiled for the draft."""
+    spec = GrammarSpec("regex", "[0-9]+")
+    request = GenerationRequest((1, 2), grammar=spec, draft_grammar=compiler.compile(spec))
+    asked = SessionRequest(prompt=[1, 2, 7], max_tokens=4, **request.wire_fields(1))
+    assert GrammarSpec.of_wire(asked.grammar) == spec
+    assert asked.generated == 1
+    assert request.plan.grammar is request.draft_grammar

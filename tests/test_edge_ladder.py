@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -12,34 +11,23 @@ from typing import Any
 import httpx
 import pytest
 from tests.agents import SURE, Clock
-from tests.always_wrong import WrappedDrafter
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import DRAFTS, expected, fake_draft, serve_local
 from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.devices.placement import Placement
 from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
-from outrider.edge.drafting.belief import CommitOutcome
-from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.depth import CostModelDepth, Effort
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
-from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
-from outrider.edge.drafting.turns import Turns
-from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import OpenModel, eased, make_options
 from outrider.edge.modes.draft_ladder import LazyModel
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.results import GenerationRequest
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.breaker import Breaker
-from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 
 PARAMS = SamplingParams(0.8, seed=3)
-PASSAGE = 64
 
 
 class Failing(FakeSequenceRuntime):
@@ -211,29 +199,6 @@ def test_the_text_that_has_waited_longest_takes_over_a_free_sequence(is_looked_u
     assert drafts.num_lent == 0
 
 
-def test_serve_gives_a_running_text_the_sequence_of_one_that_has_ended() -> None:
-    """The text that began without a sequence drafts with the model from its next commit on."""
-    gate = StepGate()
-    with (
-        serve_fake(config=SURE, gate=gate) as cloud,
-        serve_local(cloud.url, DRAFTS, runtime=fake_draft(agreement=1.0), max_sequences=1) as local,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        short = pool.submit(local.text, 2)
-        local.wait_until(lambda: local.core.drafts.num_lent == 1)
-        long = pool.submit(local.text, 40)
-        local.wait_until(lambda: len(cloud.core.sessions) == 2)
-        while not short.done():
-            gate.allow(1)
-            cloud.wait_until(lambda: gate._allowed == 0 or short.done())
-        local.wait_until(lambda: local.core.places.total == 1)  # the short one has given everything back
-        gate.allow(1)
-        local.wait_until(lambda: local.core.drafts.num_lent == 1)
-        gate.open()
-        assert long.result(30.0) == expected(count=40)
-        local.wait_until(local.is_at_rest)
-
-
 @pytest.mark.parametrize(
     ("battery", "sensors", "reason"),
     [
@@ -278,70 +243,3 @@ def test_half_the_work_is_low_effort_half_the_nodes_and_half_the_bytes() -> None
     clock.now = 31.0
     assert watch.reason == "on battery" and len(asked) == 2
     assert PowerWatch(OnBattery.FULL, lambda: pytest.fail("asked"), clock).reason is None
-
-
-class Mixed(WrappedDrafter):
-    """A draft of the fake language that agrees in every other passage, and hardly in between."""
-
-    def __init__(self) -> None:
-        super().__init__(ModelDrafter(fake_draft(agreement=1.0)))
-        self._hard = ModelDrafter(fake_draft(agreement=0.05))
-
-    def _now(self) -> Drafter:
-        return self._inner if self.length // PASSAGE % 2 == 0 else self._hard
-
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
-        for each in (self._inner, self._hard):
-            each.begin(prompt, params, plan)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        for each in (self._inner, self._hard):
-            each.extend(tokens)
-
-    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        return self._now().guess(branches, width)
-
-    def read_on(self) -> None:
-        self._now().read_on()
-
-    @property
-    def is_behind(self) -> bool:
-        return self._now().is_behind
-
-
-class Steady(CostModelDepth):
-    """The cost model with times that do not depend on this machine. plans: tokens known, and the depth from there."""
-
-    def __init__(self, estimates: Estimates) -> None:
-        fixed: dict[str, object] = {"step_ms": 20.0, "extra_ms": 0.5, "round_trip_ms": 40.0, "draft_ms": 1.0}
-        fixed |= {"interval_ms": None, "turns": Turns()}
-        steady = type("SteadyEstimates", (), {**fixed, "acceptance": property(lambda self: estimates.acceptance)})
-        super().__init__(steady())
-        self.num_known = 0
-        self.plans: list[tuple[int, int]] = []
-
-    def observe(self, outcome: CommitOutcome) -> None:
-        super().observe(outcome)
-        self.num_known += len(outcome.tokens)
-        self.plans.append((self.num_known, 0 if self.plan().silent else self.plan().depth))
-
-
-async def test_easy_passages_run_deep_and_hard_ones_shallow() -> None:
-    """The controller's depth, averaged over the second halves of both kinds of passages of one text."""
-    prompt, count = [1] * PASSAGE, 4 * PASSAGE
-    estimates = Estimates()
-    depth = Steady(estimates)
-
-    with serve_fake(config=SURE) as cloud:
-        async with VerifierClient(cloud.url) as client:
-            # In stop-and-wait all that is drafted is tested, whatever the times of this machine are.
-            agent = StopAndWaitAgent(Endpoints([client]), Mixed(), depth, estimates)
-            result = await agent.generate(GenerationRequest(tuple(prompt), PARAMS, count, ignore_eos=True))
-    assert list(result.tokens) == target_tokens(prompt, count, PARAMS)
-    kinds: dict[bool, list[int]] = {True: [], False: []}
-    for num_known, chosen in depth.plans:
-        position = len(prompt) + num_known
-        if position % PASSAGE >= PASSAGE // 2:  # the controller has seen what passage it is
-            kinds[position // PASSAGE % 2 == 0].append(chosen)
-    easy, hard = (sum(each) / len(each) for each in (kinds[True], kinds[False]))
-    assert easy > 2 * hard, (easy, hard)

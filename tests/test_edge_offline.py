@@ -297,24 +297,6 @@ def test_an_unverified_answer_is_its_own_clients() -> None:
             assert {status: num for (path, _, status), num in counted if path == "/v1/sessions"} == {200: 1}
 
 
-def test_an_answer_is_checked_by_one_call_at_a_time() -> None:
-    """It stays where the check fails, and is gone after it."""
-    answers, text = UnverifiedAnswers(), kept_text()
-    answers.keep("one", b"owner", 0, text)
-    with pytest.raises(CloudError), answers.checking("one", b"owner") as kept:
-        assert kept == {0: text}
-        with pytest.raises(RequestError, match="another call has the answer 'one' verified") as busy:
-            answers.checking("one", b"owner").__enter__()
-        assert busy.value.status == 409
-        with pytest.raises(RequestError, match="no unverified answer"):
-            answers.checking("one", b"other").__enter__()
-        raise CloudError("no cloud answers")
-    with answers.checking("one", b"owner"):
-        pass
-    with pytest.raises(RequestError, match="no unverified answer"):
-        answers.find("one", b"owner")
-
-
 def test_a_client_with_many_answers_gives_way_to_one_with_few() -> None:
     """However many one client leaves unverified, another's stays; also where they are bounded by their tokens."""
     answers = UnverifiedAnswers()
@@ -361,6 +343,7 @@ def test_run_writes_and_marks_a_text_without_a_cloud(
     command = ["run", PROMPT, "--draft", str(fake_bundle), "--cloud", "http://127.0.0.1:9", "--max-tokens", "48"]
     sampled = ["--temperature", "0.8", "--param", "top_p=0.95", "--seed", "5", "--ignore-eos", "--offline-ok"]
     monkeypatch.setattr("outrider.edge.cli.run.OFFLINE_RETRY", QUICK)
+    monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOADING_S", 0.0)
     shown = outrider(*command, *sampled)
     assert shown.out.removesuffix("\n") == expected()
     said = " ".join(shown.err.split())

@@ -1,35 +1,38 @@
-"""Tests the agent's smaller parts: events, faults, the proxy, a generation's record, and what importing it loads."""
+"""Tests the agent's smaller parts: events, messages, cancelled requests, and the proxy of the lab."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import gc
-import math
 import socket
 import socketserver
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from itertools import pairwise
+from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
+from tests.hostile_answers import event, opened
+from tests.raw_server import RawServer, raw_server
+from tests.serving import FakeServer
+from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.edge.link.sender import DraftSender
-from outrider.edge.modes.recorder import Recorder
-from outrider.edge.results import Mode, Source, TokenBatch
+from outrider.models.client import exchange
 from outrider.models.client.checks import EventParser
-from outrider.models.client.errors import ProtocolBroken
-from outrider.models.client.messages import ByteCounts, DraftMessage
-from outrider.models.errors import ConfigError, RequestError
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, Taken
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointLost, ProtocolBroken
+from outrider.models.client.messages import DraftMessage
+from outrider.models.errors import ConfigError, OutriderError, RequestError
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest, Taken
 
 STREAM = (
     b'data: {"type":"open","session":"s","model":"m","protocol":1,"step_ms":40.5}\n\n'
@@ -151,28 +154,146 @@ async def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -
     assert (stopped.got, live.got, sender.num_failed, freed) == ([], [7, 8], 2, [])
 
 
-def test_faults_are_reproducible_and_counted() -> None:
-    """The same seed drops the same messages; the sender reports each, counts them and continues."""
+@pytest.mark.parametrize(
+    ("rates", "num_delivered"), [(FaultRates(), 1), (FaultRates(drop=1.0), 0), (FaultRates(duplicate=1.0), 2)]
+)
+async def test_faults_of_messages_are_what_they_say(rates: FaultRates, num_delivered: int) -> None:
+    """Else tests of lost and doubled drafts would test nothing."""
+    bag = Mailbag()
+    with suppress(EndpointLost):
+        await FaultyPosts(bag, rates).post_drafts("s", message(7))
+    assert bag.got == [7] * num_delivered
 
-    async def scenario(rates: FaultRates) -> tuple[list[int], int]:
-        bag, lost = Mailbag(), list[int]()
-        faulty, sender = FaultyPosts(bag, rates, seed=3), DraftSender(lambda _: None, max_in_flight=1000)
-        for number in range(200):
-            sender.send(faulty, "s", message(number), functools.partial(lost.append, number))
-        await delivered(sender)
-        await sender.aclose()
-        assert sorted({*bag.got, *lost}) == [*range(200)] and len(lost) == sender.num_failed
-        return bag.got, sender.num_failed
 
-    got, failed = asyncio.run(scenario(FaultRates(drop=0.3)))
-    assert asyncio.run(scenario(FaultRates(drop=0.3))) == (got, failed)
-    assert 30 < failed < 90 and len(got) == 200 - failed
-    doubled, _ = asyncio.run(scenario(FaultRates(duplicate=1.0)))
-    assert sorted(doubled) == sorted([*range(200)] * 2)
-    late, _ = asyncio.run(scenario(FaultRates(delay=1.0, max_delay_s=0.002)))
-    assert sorted(late) == [*range(200)] and late != sorted(late)
-    with pytest.raises(ConfigError, match="drop"):
-        FaultRates(drop=1.5)
+ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
+"""A connection that is not given back shows at the next request: PoolTimeout."""
+Ask = Callable[[VerifierClient], Coroutine[Any, Any, object]]
+
+
+async def post(client: VerifierClient) -> None:
+    with suppress(OutriderError):  # no such session
+        await client.post_drafts("none", DraftMessage("application/json", b"{}"))
+
+
+async def read_text(client: VerifierClient) -> None:
+    async with client.open_session(SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)) as events:
+        async for _ in events:
+            pass
+
+
+async def cut_after(num_turns: int, num_cuts: int, ask: Coroutine[Any, Any, object]) -> None:
+    """Cancels the task after so many turns of the loop, then once more each turn."""
+    task = asyncio.create_task(ask)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    for _ in range(num_cuts):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_texts_one_after_the_other_share_a_connection(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader stops at the session's end, before the body's: the rest is read for it. Without, each text connects."""
+    monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)  # a busy machine may be slow
+    request = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
+    seen: set[int] = set()
+    async with VerifierClient(server.url, ONE) as client:
+        pool = client._http._transport._pool  # type: ignore[attr-defined]
+        for _ in range(3):
+            async with client.open_session(request) as events, aclosing(events):
+                assert [each.type async for each in until_end(events)][-1] == "end"
+            (held,) = pool.connections
+            assert held.is_idle()
+            seen.add(id(held))
+    assert len(seen) == 1
+
+
+async def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next text connects anew; nobody waits for longer than a moment, and closing the client in it is safe."""
+    counts = ("prompt_tokens", "completion_tokens", "target_passes", "accepted_prediction_tokens")
+    usage = dict.fromkeys((*counts, "rejected_prediction_tokens"), 0)
+    data = opened(300) + event(type="end", reason="stop", usage=usage)
+    request, closed = SessionRequest(prompt=[5, 6], max_tokens=3), list[bytes]()
+
+    def reply(server: RawServer, connection: socket.socket) -> None:
+        connection.sendall(data)
+        closed.append(connection.recv(1))  # b"" once the other side closes
+
+    with raw_server(reply) as server:
+        async with VerifierClient(server.url, ONE) as client:
+            for _ in range(2):
+                async with client.open_session(request) as events, aclosing(events):
+                    assert [each.type async for each in until_end(events)] == ["open", "end"]
+        monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)
+        async with VerifierClient(server.url, ONE) as client:
+            stack = client.open_session(request)
+            events = await stack.__aenter__()
+            async for _ in until_end(events):
+                pass
+            leaving = asyncio.create_task(stack.__aexit__(None, None, None))
+            await asyncio.sleep(0)
+        await leaving
+        await asyncio.to_thread(wait_until, lambda: closed == [b""] * 3)
+
+
+async def until_end(events: AsyncIterator[SessionEvent]) -> AsyncIterator[SessionEvent]:
+    """Stops where a session ends, as an agent does."""
+    async for each in events:
+        yield each
+        if isinstance(each, SessionEnd):
+            return
+
+
+@pytest.mark.parametrize("num_cuts", [1, 3])
+@pytest.mark.parametrize("ask", [post, read_text])
+async def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(
+    server: FakeServer, ask: Ask, num_cuts: int
+) -> None:
+    """httpcore loses it at the turns at which it takes the connection, and at those at which it gives it back."""
+    for num_turns in range(40):
+        async with VerifierClient(server.url, ONE) as client:
+            for _ in range(2):  # without a connection, then with one
+                await cut_after(num_turns, num_cuts, ask(client))
+                assert (await client.ready()).status == "ready", num_turns
+    server.wait_until(server.is_empty)
+
+
+async def test_a_caller_does_not_wait_for_what_it_left() -> None:
+    """A server that does not answer holds back neither the cancelled caller nor the end of the client."""
+    asked, over = threading.Event(), threading.Event()
+
+    def hang(server: RawServer, connection: socket.socket) -> None:
+        asked.set()
+        if connection.recv(1) == b"":  # until the client closes
+            over.set()
+
+    with raw_server(hang) as server:
+        async with VerifierClient(server.url, ONE) as client:
+            task = asyncio.create_task(post(client))
+            await asyncio.to_thread(asked.wait, TIMEOUT_S)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert await asyncio.to_thread(over.wait, TIMEOUT_S)  # the connection is closed at once
+
+
+async def test_over_another_transport_a_cancellation_reaches_the_request() -> None:
+    asked, cut = asyncio.Event(), asyncio.Event()
+
+    async def hang(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cut.set()
+        raise AssertionError
+
+    async with VerifierClient("http://127.0.0.1:1", transport=httpx.MockTransport(hang)) as client:
+        task = asyncio.create_task(post(client))
+        await asked.wait()
+        task.cancel()
+        await cut.wait()
 
 
 @contextmanager
@@ -217,43 +338,6 @@ def test_the_proxy_takes_another_round_trip() -> None:
             assert client.recv(10) == b"x"
 
 
-def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
-    """The client sees its connection end; the next one works."""
-    with echo_server() as address, FaultyProxy(*address) as proxy:
-        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
-            client.sendall(b"x")
-            assert client.recv(10) == b"x"
-            proxy.cut()
-            with pytest.raises(ConnectionError):
-                if client.recv(10) == b"":
-                    raise ConnectionResetError
-        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
-            client.sendall(b"y")
-            assert client.recv(10) == b"y"
-        assert (proxy.num_cuts, proxy.num_connections) == (1, 2)
-
-
-def test_a_cut_after_a_mark_delivers_it_and_loses_the_rest() -> None:
-    """Also where all was read at once; the next number counts from there."""
-    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=20.0)) as proxy:
-        with pytest.raises(ConfigError, match="comes \\(3, 0\\) times; expected one byte or more, 1 time or more"):
-            proxy.cut_after(b"ab", 3, 0)
-        proxy.cut_after(b"ab", 3, 2)
-        received: list[bytes] = []
-        for _ in range(2):
-            with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
-                client.sendall(b"ab-ab-ab-ab")
-                parts: list[bytes] = []
-                with suppress(ConnectionError):
-                    while part := client.recv(10):
-                        parts.append(part)
-                received.append(b"".join(parts))
-        assert received == [b"ab-ab-ab", b"ab-ab"] and proxy.num_cuts == 2
-        with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
-            client.sendall(b"ab-ab-ab-ab")
-            assert client.recv(20) == b"ab-ab-ab-ab"
-
-
 def test_connections_share_the_rate_of_a_throttled_link() -> None:
     """400 bytes of each of two connections at 64 kbit/s: 50 ms for each way of one, and 50 ms behind the other."""
     for first_kbit_s in (64.0, 0.0):
@@ -292,47 +376,3 @@ def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
                 assert connected.wait(10.0)
             client.join()
     gc.collect()
-
-
-def test_a_result_tells_rates_as_ratios_of_sums() -> None:
-    """Tested tokens are the accepted ones and the first rejected one; passes, gaps and bytes follow from the record."""
-    now = [10.0]
-    batches: list[TokenBatch] = []
-    recorder = Recorder(Mode.STREAM, batches.append, lambda: now[0])
-    for at, tokens, accepted, proposed in ((10.5, (1,), 0, 0), (10.6, (2, 3, 4), 2, 5), (10.7, (5, 6), 1, 1)):
-        now[0] = at
-        recorder.commit(tokens, accepted, proposed)
-    recorder.depth(4)
-    result = recorder.finish("length", ByteCounts(600, 120, 9, 9))
-    assert result.tokens == (1, 2, 3, 4, 5, 6)
-    assert [source is Source.DRAFT for source in result.sources] == [False, True, True, False, True, False]
-    assert result.acceptance_rate == pytest.approx(3 / 4)
-    assert (result.num_proposed, result.num_passes, result.tokens_per_pass) == (6, 3, 2.0)
-    assert result.ttft_ms == pytest.approx(500.0)
-    assert result.tokens_per_s == pytest.approx(5 / 0.2)
-    assert result.gap_ms(50) == pytest.approx(0.0) and result.gap_ms(99) == pytest.approx(100.0)
-    assert (result.bytes_up_per_token, result.bytes_down_per_token) == (100.0, 20.0)
-    assert [batch.num_accepted for batch in batches] == [0, 2, 1]
-    tree = Recorder(Mode.STREAM)
-    tree.commit((1, 2, 3), 2, 9, may_reject=False)  # the rest were other branches
-    tree.commit((4,), 0, 6)
-    assert tree.finish("length", ByteCounts()).acceptance_rate == pytest.approx(2 / 3)
-    empty = Recorder(Mode.CLOUD_ONLY).finish("length", ByteCounts())
-    assert math.isnan(empty.tokens_per_s) and empty.acceptance_rate is None
-
-
-def test_importing_the_agent_loads_nothing_heavy() -> None:
-    """No module of outrider.edge loads torch, transformers, onnx, openvino, server or export code."""
-    code = (
-        "import pkgutil, sys, importlib, outrider.edge as e\n"
-        "for m in pkgutil.iter_modules(e.__path__): importlib.import_module('outrider.edge.' + m.name)\n"
-        "heavy = ('torch', 'transformers', 'onnx', 'optimum', 'openvino', 'fastapi', 'uvicorn', 'outrider.export')\n"
-        "bad = [n for n in sys.modules if n in heavy or n.startswith('outrider.export.')\n"
-        "       or (n.startswith('outrider.cloud.') and n != 'outrider.models.wire.protocol')]\n"
-        "print(bad); sys.exit(bool(bad))"
-    )
-    paths = [path for path in sys.path if path]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

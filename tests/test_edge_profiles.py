@@ -178,16 +178,12 @@ def test_energy_is_read_before_the_clock_of_a_text_starts(monkeypatch: pytest.Mo
     """The meter is made and read outside of what the text's times count."""
     order: list[str] = []
 
-    def meter() -> str:
-        order.append("meter")
-        return "none"
+    def noted(name: str, value: Any) -> Any:
+        order.append(name)
+        return value
 
-    def clock() -> float:
-        order.append("clock")
-        return 0.0
-
-    monkeypatch.setattr(energy, "energy_meter", meter)
-    Recorder(Mode.STREAM, clock=clock)
+    monkeypatch.setattr(energy, "energy_meter", lambda: noted("meter", "none"))
+    Recorder(Mode.STREAM, clock=lambda: noted("clock", 0.0))
     assert order == ["meter", "clock"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.agents import Passing
 from tests.drafts import files_of, make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.waiting import run
@@ -45,10 +46,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(place: Path) -> Iterator[FakeServer]:
     with serve_fake(drafts=place) as running:
         yield running
-
-
-async def no_pause(_: float) -> None:
-    """For attempts that need not wait."""
 
 
 async def pulled(
@@ -142,16 +139,14 @@ def test_a_killed_pull_goes_on_where_it_stopped(server: FakeServer, place: Path,
 def test_a_server_without_ranges_begins_again(place: Path, shelf: Shelf) -> None:
     """What is here of a file is dropped: the answer begins at its first byte."""
 
-    class NoRanges(httpx.AsyncHTTPTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            request.headers.pop("range", None)
-            assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
-            return await super().handle_async_request(request)
+    def forget(request: httpx.Request) -> None:
+        request.headers.pop("range", None)
+        assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
 
     with serve_fake(drafts=place) as running:
         with pytest.raises(Killed):
             pull(running.url, on_change=kill)
-        result, num_bytes = pull(running.url, transport=NoRanges())
+        result, num_bytes = pull(running.url, transport=Passing(forget))
     assert files_of(result.path) == files_of(place / "cpu") and num_bytes > len(CONTENT)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -28,11 +27,9 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
-from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import CloudError
-from outrider.models.wire.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, SessionRequest, Usage
-from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
-from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyRequest, VerifyResult
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
 EOS = 9
 PROMPT = (1, 2, 3)
@@ -160,36 +157,6 @@ async def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
     assert result.finish_reason == "context" and len(PROMPT) + len(result.tokens) == 20
 
 
-async def test_the_agent_names_itself_except_with_drafts() -> None:
-    """Some gateways refuse requests without a User-Agent; a draft message is too small for one."""
-    seen: dict[str, str | None] = {}
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen[f"{request.method} {request.url.path}"] = request.headers.get("user-agent")
-        if request.url.path == "/v1/verify":
-            verified = VerifyAnswer(results=[VerifyResult(tokens=[5], accepted=0)])
-            return httpx.Response(200, text=verified.model_dump_json())
-        if request.url.path == "/v1/sessions":
-            return session(opened(), ended())(request)
-        return httpx.Response(200, text=ReadyAnswer(status="ready", model="scripted").model_dump_json())
-
-    async with VerifierClient("http://scripted", transport=httpx.MockTransport(answer)) as client:
-        await client.ready()
-        await client.verify(VerifyRequest(items=[VerifyItem(prefix=[1], draft=[])]))
-        async with client.open_session(SessionRequest(prompt=[1], max_tokens=1)) as stream:
-            await anext(stream)
-        await client.post_drafts("s", DraftMessage(TREE_MEDIA_TYPE, b"1"))
-        await client.post_drafts("p", DraftMessage("application/json", b"1"))
-    named = f"outrider/{version('outrider')}"
-    assert seen == {
-        "GET /health/ready": named,
-        "POST /v1/verify": named,
-        "POST /v1/sessions": named,
-        "POST /v1/sessions/s/drafts": None,
-        "POST /v1/sessions/p/drafts": None,
-    }
-
-
 def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
     """Its status is unreliable then, so the session is tried again."""
     script = Script(
@@ -276,10 +243,12 @@ async def test_a_server_on_this_machine_that_is_still_loading_is_waited_for(
 
 async def test_an_address_on_this_machine_that_answers_with_an_error_is_given_up_soon() -> None:
     """What answers there has loaded."""
-    clock, client = Clock(), scripted_client(lambda _: httpx.Response(503), "http://127.0.0.1:8000")
+    clock, troubles = Clock(), list[str]()
+    client = scripted_client(lambda _: httpx.Response(503), "http://127.0.0.1:8000")
     with pytest.raises(CloudError, match="no cloud endpoint is left after 6 attempts"):
-        await generate([client], ONE, sleep=clock.sleep, clock=clock)
+        await generate([client], ONE, sleep=clock.sleep, clock=clock, on_trouble=troubles.append)
     assert clock.now < 2.0
+    assert "HTTP 503" in troubles[0] and not any("running there" in trouble for trouble in troubles)
 
 
 async def test_a_fallback_that_answers_at_once_is_no_lost_connection() -> None:

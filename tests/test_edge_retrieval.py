@@ -389,9 +389,3 @@ def test_serve_grounds_and_shows_metrics(arguments: list[Any]) -> None:
     assert 'outrider_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in metrics
     log = process.log
     assert "documents: 1, in 2 passages" in log and "bad.txt" in log and "striped" not in log
-
-
-def test_documents_that_are_no_directory_are_one_line(arguments: list[Any], outrider: Outrider) -> None:
-    file = arguments[-1] / "release.md"
-    shown = outrider("run", QUERY, *arguments[:-1], file, code=2).err
-    assert shown.endswith(f"error: {file} is no directory; give --docs the directory of the documents\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -19,12 +19,9 @@ from tests.local_endpoint import (
     DRAFTS,
     MESSAGES,
     PROMPT,
-    SAMPLED,
     LocalEndpoint,
     body,
     chunks_of,
-    documents_of,
-    error_of,
     expected,
     fake_draft,
     on_drafts,
@@ -39,8 +36,6 @@ from outrider.edge.serve.state import LocalSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
-from outrider.models.errors import ModelFault
-from outrider.models.http import openai_answers
 from outrider.models.http.security import KeyRing
 from outrider.models.wire.protocol import ModelFacts
 
@@ -54,12 +49,6 @@ FACTS = ModelFacts(
     target="0" * 16,
 )
 """Of the target that the module's server has."""
-
-
-@pytest.fixture(scope="module")
-def client(local: LocalEndpoint) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=local.url, timeout=30.0) as opened:
-        yield opened
 
 
 def drafted(
@@ -79,36 +68,16 @@ def num_accepted(completions: Sequence[dict[str, Any]]) -> int:
     return sum(each["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for each in completions)
 
 
-def test_a_completion_is_the_targets_text(local: LocalEndpoint) -> None:
-    """The same text as the target alone writes, its reason and its usage."""
-    completion = local.post(body())
-    openai_answers.Completion.model_validate(completion)
-    assert completion["choices"][0]["text"] == expected() and completion["choices"][0]["finish_reason"] == "length"
-    assert completion["model"] == "fake" and completion["seed"] == 5
-    num_prompt = len(fake_tokenizer().encode(PROMPT))
-    assert (completion["usage"]["prompt_tokens"], completion["usage"]["completion_tokens"]) == (num_prompt, 48)
-
-
-def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
+def test_a_stream_gives_the_same_text(local: LocalEndpoint) -> None:
     """For each of two prompts the pieces add up to the whole; usage comes last, on request."""
     prompts = [PROMPT, "zip("]
     fields = body(prompt=prompts, stream=True, stream_options={"include_usage": True})
-    *pieces, last = chunks_of(client.post("/v1/completions", json=fields))
+    *pieces, last = chunks_of(httpx.post(f"{local.url}/v1/completions", json=fields))
     for index, prompt in enumerate(prompts):
         own = [choice for chunk in pieces for choice in chunk["choices"] if choice["index"] == index]
         assert "".join(choice["text"] for choice in own) == expected(prompt)
         assert own[-1]["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == 96
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_a_chat_is_what_the_cloud_alone_answers(cloud: FakeServer, client: httpx.Client, is_stream: bool) -> None:
-    """The target's template makes the prompt, on the server."""
-    fields = {"messages": MESSAGES, "max_tokens": 40, "ignore_eos": True, **SAMPLED}
-    alone = documents_of(httpx.post(f"{cloud.url}/v1/chat/completions", json=fields))[1]
-    documents, text = documents_of(client.post("/v1/chat/completions", json=fields | {"stream": is_stream}))
-    assert text == alone and alone
-    assert is_stream or openai_answers.ChatCompletion.model_validate(documents[0])
 
 
 def test_a_stop_string_ends_the_text_and_its_session(cloud: FakeServer, local: LocalEndpoint) -> None:
@@ -166,28 +135,6 @@ def test_where_the_draft_holds_one_sequence_the_others_stream_without_it() -> No
         assert [text.result(30.0) for text in texts] == [expected(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_leaves_frees_everything(is_stream: bool) -> None:
-    """The cloud's session ends, the draft's sequence is back, the place is free."""
-    gate = StepGate()
-    with serve_fake(config=SURE, gate=gate) as cloud, serve_local(cloud.url) as local:
-        gate.allow(3)
-        with posted(local, max_tokens=3000, stream=is_stream) as connection:
-            cloud.wait_until(lambda: len(cloud.core.sessions) == 1)
-            assert not is_stream or connection.recv(12) == b"HTTP/1.1 200"
-        gate.open()
-        local.wait_until(local.is_at_rest)
-        cloud.wait_until(cloud.is_empty)
-        local.core.drafts.scheduler.join()
-
-
-def test_a_target_without_a_template_takes_no_messages() -> None:
-    """A clear error; completions work."""
-    with serve_fake(has_chat_template=False) as cloud, serve_local(cloud.url) as local:
-        assert local.refusal(400, {"messages": MESSAGES}, "/v1/chat/completions") == "no_chat_template"
-        assert local.text()
-
-
 def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one finishes it; the text after that begins there."""
     monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)  # times of this machine do not choose
@@ -209,27 +156,6 @@ def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer, monkey
         assert local.core.upstream.fleet.ranked()[0].url == cloud.url
 
 
-def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
-    """One text's draft fails; its text is whole, and the sequence drafts again for the next."""
-    fails, calls = threading.Event(), list[int]()
-
-    def step(tokens: Sequence[int]) -> None:
-        calls.append(len(tokens))
-        if fails.is_set():
-            fails.clear()
-            raise ModelFault("the draft's logits are not finite")
-
-    runtime = FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=0.8, on_step=step)
-    with serve_local(cloud.url, DRAFTS, runtime=runtime, draft_pause_s=0.0) as local:
-        fails.set()
-        for _ in range(2):
-            calls.clear()
-            assert local.text() == expected()
-            local.wait_until(lambda: bool(calls) and local.is_at_rest())
-            local.core.drafts.scheduler.join()
-            assert not fails.is_set()
-
-
 def test_the_next_turn_takes_over_the_drafts_cache(cloud: FakeServer) -> None:
     """A sequence keeps its text for its own client only, and memory is bounded by the number of sequences."""
     runs: list[int] = []
@@ -247,21 +173,6 @@ def test_the_next_turn_takes_over_the_drafts_cache(cloud: FakeServer) -> None:
             local.core.drafts.scheduler.join()
             assert (max(runs) >= quarter) == is_new
     assert runtime.opened == []
-
-
-def test_a_server_that_ends_says_so() -> None:
-    """A text in work gets its error; new ones are refused meanwhile."""
-    gate = StepGate()
-    with serve_fake(config=SURE, gate=gate) as cloud, serve_local(cloud.url, drain_s=30.0) as local:
-        gate.allow(2)
-        with httpx.stream("POST", f"{local.url}/v1/completions", json=body(stream=True, max_tokens=3000)) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            local.server.begin_drain(30.0)
-            refused = httpx.post(f"{local.url}/v1/completions", json=body())
-            assert refused.status_code == 503 and error_of(refused)["code"] == "shutting_down"
-            local.server.begin_drain(0.0)
-            assert any("shutting_down" in line for line in lines)
 
 
 async def test_bytes_are_counted_by_text(cloud: FakeServer) -> None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from numpy.typing import NDArray
-from tests.agents import SURE, VOCAB, Clock, Spying, asking, drafter, generate, scripted_client, truth, whole
+from tests.agents import (
+    SURE,
+    VOCAB,
+    Clock,
+    Older,
+    Spying,
+    asking,
+    drafter,
+    generate,
+    scripted_client,
+    slow,
+    truth,
+    whole,
+)
 from tests.always_wrong import AlwaysWrongDrafter
-from tests.fake_runtime import FakeBatchRuntime
-from tests.pending_drafts import commit, line_message, pending
+from tests.pending_drafts import commit, pending
 from tests.serving import serve_fake, target_tokens
 from tests.waiting import run
 
@@ -26,7 +34,7 @@ from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, DraftPlan, FixedDepth
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
@@ -36,43 +44,18 @@ from outrider.edge.drafting.worker import Drafting as DeviceDrafting
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.runtimes.base import ModelLimits
-from outrider.models.wire.protocol import TURNS_SINCE, SessionOpen
+from outrider.models.wire.protocol import TURNS_SINCE
 from outrider.models.wire.tree_draft import TreeDraft
 from outrider.models.wire.verify import VerifyAnswer, VerifyRequest, VerifyResult
 
 PERIOD = 5
 
 
-class LoopRuntime:
-    """A `SequenceRuntime` that repeats 0, 1, ... PERIOD - 1: after token t comes t + 1, modulo PERIOD."""
-
-    limits = ModelLimits(vocab_size=PERIOD, max_positions=4096)
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self._tokens.extend(tokens)
-        return np.where(np.arange(PERIOD) == (self._tokens[-1] + 1) % PERIOD, 10.0, 0.0).astype(np.float32)
-
-    def truncate(self, length: int) -> None:
-        del self._tokens[length:]
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 class LoopServer:
-    """Verifies texts in that language, at most `max_run` drafted tokens per item."""
+    """Verifies a text that repeats 0, 1, ... PERIOD - 1, at most `max_run` drafted tokens per item."""
 
     def __init__(self, max_run: int) -> None:
         self._max_run = max_run
@@ -100,12 +83,10 @@ async def blocks(
 
 
 @pytest.mark.parametrize("max_run", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["model", "ngram"])
-def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run: int) -> None:
+def test_what_was_not_verified_is_drafted_again_in_its_place(max_run: int) -> None:
     """In a repeating text every block has full depth and is accepted, so no pass is wasted."""
-    draft: Drafter = ModelDrafter(LoopRuntime()) if kind == "model" else NgramDrafter()
     server, prompt = LoopServer(max_run), tuple(i % PERIOD for i in range(2 * PERIOD))
-    result = run(blocks(scripted_client(server), GenerationRequest(prompt, max_tokens=40), draft))
+    result = run(blocks(scripted_client(server), GenerationRequest(prompt, max_tokens=40), NgramDrafter()))
     assert result.tokens == tuple((len(prompt) + i) % PERIOD for i in range(40))
     assert result.num_passes == 40 // (max_run + 1)
     known = 0
@@ -228,17 +209,6 @@ def waiting(*, patience_ms: float | None = None) -> tuple[Drafting, PendingDraft
     return drafting, drafts
 
 
-def test_the_target_waits_for_a_whole_turn() -> None:
-    """For the message that answers the newest commit, whatever it guesses; not for one that knows less."""
-    drafting, drafts = waiting()
-    assert drafting.is_waiting(drafts, 1.1)
-    drafting.merge_tree(drafts, line_message(1, 2, [2, 3, 4]), 1.1)  # without the mark: older
-    assert drafts.in_turns is False
-    drafting, drafts = waiting()
-    drafting.merge_tree(drafts, TreeDraft(3, 2, [], [], [], is_turn=True), 1.1)
-    assert not drafting.is_waiting(drafts, 1.1) and drafts.in_turns and drafts.waited_s == pytest.approx(0.1)
-
-
 def test_a_turn_that_does_not_come_is_waited_for_once() -> None:
     """For some steps; then the device must ask again. An empty message ends the wait and the turns at once."""
     drafting, drafts = waiting()
@@ -278,9 +248,7 @@ class Always(DepthController):
 def test_a_text_in_turns_is_the_targets(agreement: float) -> None:
     """One message for each commit, with a path; the target waits for it, so none comes late."""
     spy, request = Spying(), asking(seed=5, max_tokens=60)
-    with serve_fake(
-        runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.008)), config=SURE
-    ) as server:
+    with serve_fake(runtime=slow(0.008), config=SURE) as server:
         result = run(generate([server.url], request, drafter(agreement), depth=Always(), wrap=spy.wrap, width=1))
     assert result.tokens == truth(request)
     assert all(tree.is_turn and len(set(tree.parents)) == len(tree.parents) <= 8 for tree in spy.trees)
@@ -299,9 +267,7 @@ def test_turns_end_with_the_drafting() -> None:
             estimates.turns._are_on = True
             return super().plan()
 
-    with serve_fake(
-        runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.008)), config=SURE
-    ) as server:
+    with serve_fake(runtime=slow(0.008), config=SURE) as server:
         result = run(
             generate([server.url], request, drafter(0.0), depth=Here(estimates), estimates=estimates, wrap=spy.wrap)
         )
@@ -357,25 +323,10 @@ def test_turns_end_where_another_text_joins_the_draft() -> None:
 def test_a_server_from_before_them_is_not_asked_for_turns() -> None:
     """It would refuse the message."""
 
-    class Before(VerifierClient):
-        """Reads what such a server says."""
-
-        async def _events(self, *arguments: Any) -> Any:
-            async for event in super()._events(*arguments):
-                is_open = isinstance(event, SessionOpen)
-                yield event.model_copy(update={"protocol": TURNS_SINCE - 1}) if is_open else event
-
     spy, request = Spying(), asking(seed=7, max_tokens=40)
-    with serve_fake(
-        runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.008)), config=SURE
-    ) as server:
-
-        async def scenario() -> GenerationResult:
-            async with Before(server.url) as client:
-                return await StreamAgent(Endpoints([client]), drafter(), Always(), wrap_posts=spy.wrap).generate(
-                    request
-                )
-
-        result = run(scenario())
+    with serve_fake(runtime=slow(0.008), config=SURE) as server:
+        before = Older(server.url)
+        before.protocol = TURNS_SINCE - 1
+        result = run(generate([before], request, drafter(), depth=Always(), wrap=spy.wrap))
     assert result.tokens == truth(request) and result.num_turns == 0
     assert spy.trees and not any(tree.is_turn for tree in spy.trees)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import types
 from collections.abc import Callable, Sequence
 
@@ -150,29 +149,6 @@ async def test_a_tree_is_expanded_as_wide_as_the_limits_say() -> None:
     assert all(len(children) <= 4 for children in [tree.root.children])
     assert not driven.worker.has_work()
     assert max(sizes) > 1
-
-
-async def test_a_worker_that_is_stopped_ends_after_the_call_in_progress() -> None:
-    """And its thread with it."""
-    called, go_on = threading.Event(), threading.Event()
-    num_calls = 0
-    before = set(threading.enumerate())  # an earlier test's thread may still be about to end
-
-    def act(_: object) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        called.set()
-        assert go_on.wait(30.0)
-
-    driven = Driven(Acting(act), DraftPlan(30), TreeLimits())
-    run = driven.worker.run()
-    await asyncio.to_thread(called.wait, 30.0)
-    driven.worker.close()
-    go_on.set()
-    await run
-    driven.worker._scheduler.join()
-    assert num_calls == 1
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("outrider-draft")]
 
 
 async def test_the_guesses_of_a_lost_message_are_sent_again() -> None:

@@ -23,7 +23,7 @@ import click
 import httpx
 import pytest
 import typer.main
-from tests.commands import lines_of
+from tests.commands import Outrider, lines_of
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli import main as edge_cli
@@ -71,16 +71,6 @@ def laptop(npu_pair: PairPaths, reference_pair: PairPaths, tmp_path: Path, monke
     return tmp_path
 
 
-def run_edge(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    """What `outrider ARGUMENTS` prints, its text first."""
-    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        edge_cli.main()
-    shown = capsys.readouterr()
-    assert not ended.value.code, shown.err
-    return shown.out if "--json" in arguments else shown.out + shown.err
-
-
 def emulated(line: str, url: str) -> list[str]:
     """A line's arguments, its NPU emulated and its cloud where ours is."""
     arguments = [url if part == "http://127.0.0.1:8000" else part for part in shlex.split(line)[1:]]
@@ -90,14 +80,12 @@ def emulated(line: str, url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", [line for line in commands("outrider") if line.startswith("outrider run")])
-def test_runs_of_the_example_give_the_targets_text(
-    laptop: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
+def test_runs_of_the_example_give_the_targets_text(laptop: Path, url: str, outrider: Outrider, line: str) -> None:
     """On the emulated NPU, with the prompt and options of the document."""
     # Some drawn seeds end the text within 24 tokens; the same seed also gives the text without a draft.
     seed = [] if "--seed" in line else ["--seed", "7"]
     arguments = [*emulated(line, url), *seed, "--ignore-eos", "--max-tokens", "24", "--json"]
-    document = json.loads(run_edge(monkeypatch, capsys, arguments))
+    document = json.loads(outrider(*arguments).out)
     assert document["draft"]["device"] == "npu" and document["draft"]["is_emulated"]
     assert document["draft"]["provider"] == "NPU path emulated on the CPU"
     assert len(document["tokens"]) == 24 and document["draft_error"] is None
@@ -106,13 +94,13 @@ def test_runs_of_the_example_give_the_targets_text(
     else:
         alone = [part for part in arguments if part != "--emulate-npu"]
         alone += ["--mode", "cloud-only"]
-        assert json.loads(run_edge(monkeypatch, capsys, alone))["tokens"] == document["tokens"]
+        assert json.loads(outrider(*alone).out)["tokens"] == document["tokens"]
 
 
-def test_devices_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_are_listed(outrider: Outrider) -> None:
     """The second thing that the example tells to type."""
     assert "outrider devices" in commands("outrider")
-    assert "CPU" in run_edge(monkeypatch, capsys, ["devices"])
+    assert "CPU" in outrider("devices").out
 
 
 @pytest.mark.parametrize("line", commands("python"))
@@ -131,20 +119,20 @@ def test_placements_are_timed(
 
 
 def test_a_text_longer_than_the_exported_lengths_goes_on_without_drafts(
-    laptop: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    laptop: Path, url: str, outrider: Outrider
 ) -> None:
     """From the NPU's last position on the cloud writes alone, and the summary says it once."""
     common = ["--cloud", url, "--draft", "bundles/npu", "--emulate-npu", "--max-tokens", "28", "--seed", "1"]
     common += ["--ignore-eos", "--mode", "stop-and-wait"]  # which drafts, whatever the draft's pace
-    longest = json.loads(run_edge(monkeypatch, capsys, ["run", "def", *common, "--json"]))["draft"]["max_positions"]
+    longest = json.loads(outrider("run", "def", *common, "--json").out)["draft"]["max_positions"]
     tokenizer = Bundle.open(laptop / "bundles" / "npu").tokenizer()
     tokens = tokenizer.encode("def median(values):\n    return sorted(values)[len(values) // 2]\n\n" * 40)
     assert len(tokens) > longest
     for num_prompt in (longest + 10, longest - 20):
         prompt = tokenizer.decode(tokens[:num_prompt])
-        shown = run_edge(monkeypatch, capsys, ["run", prompt, *common])
+        shown = outrider("run", prompt, *common).err
         assert shown.count("undrafted") == 1 and "drafting ended early" not in shown
-        document = json.loads(run_edge(monkeypatch, capsys, ["run", prompt, *common, "--json"]))
+        document = json.loads(outrider("run", prompt, *common, "--json").out)
         assert len(document["tokens"]) == 28 and (document["num_drafted"] > 0) == (num_prompt < longest)
 
 
