@@ -1,7 +1,11 @@
-"""What the report card shows is measured as drafting goes: acceptance, ranks, leads, times."""
+"""What the report card shows is measured as drafting goes: acceptance, ranks, leads, times.
+
+A draft with another tokenizer is judged through a map of tokens, and its card says what that costs.
+"""
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -10,18 +14,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
+from tests.export_cli import run_export
+from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from outrider.export.check import timing
 from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_ranks, play_rounds, summarize
 from outrider.export.check.parity import SequenceSteps
 from outrider.export.check.runner import measure_agreement, open_draft
+from outrider.export.check.token_mapping import measure_mapping, share_kept
+from outrider.export.cli.display import print_report
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
+from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
     leads,
+    require_text_kept,
+    warnings_of,
+    words_of_mapping,
 )
-from outrider.models.errors import ExportError
+from outrider.export.report.card_html import card_html
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import TokenMapping
+from outrider.models.errors import ExportError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.text.vocabulary_map import VocabularyMap
 
 
 def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
@@ -30,18 +51,8 @@ def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
     assert play_rounds(matches, 4) == Rounds(tested=8, accepted=6, rounds=3)
     assert play_rounds(matches, 2) == Rounds(tested=7, accepted=5, rounds=4)
     assert play_rounds(matches[:3], 4) == Rounds()
-
-
-def test_rounds_of_independent_tokens_are_as_long_as_theory_says() -> None:
-    """Mean tokens a pass against (1 - a^(k+1)) / (1 - a), and the rate of tested tokens against a."""
-    generator = np.random.default_rng(7)
-    texts = [generator.random(40) < 0.7 for _ in range(4000)]
-    for depth in (1, 2, 4, 8):
-        counts = sum((play_rounds(text, depth) for text in texts), Rounds())
-        assert counts.accepted / counts.tested == pytest.approx(0.7, abs=0.01)
-        assert (counts.accepted + counts.rounds) / counts.rounds == pytest.approx(
-            (1 - 0.7 ** (depth + 1)) / 0.3, rel=0.01
-        )
+    # With short ends: 1 1 0 | 0 | 1 1 1 1 (and the free token after it) | 1
+    assert play_rounds(matches, 4, counts_short_ends=True) == Rounds(tested=9, accepted=7, rounds=4)
 
 
 class OneHot:
@@ -223,22 +234,159 @@ def test_the_machine_is_its_processor_not_its_name() -> None:
     assert timing.machine(1).endswith(", 1 thread")
 
 
-def test_timing_prompts_fit_short_models() -> None:
-    """Room for the steps is left where a model's longest sequence is short."""
-    assert len(timing.timing_prompt((1, 2, 3), 4096)) == timing.CONTEXT
-    assert timing.timing_prompt((1, 2, 3), 24) == (1, 2, 3, 1, 2, 3)
+class Flat(OneHot):
+    """Finds all tokens alike."""
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after the last token."""
+        return 0.0 * super().extend(tokens)
 
 
 def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
     """The draft is judged by the picks that it makes when it drafts: same seed, same position."""
     params = SamplingParams(temperature=0.8, seed=1)
-    flat = OneHot([0] * 9)
-    flat.extend = lambda tokens: _flat(flat, tokens)  # type: ignore[method-assign]
     wanted = tuple(pick(np.zeros(16, np.float32), params, position) for position in (2, 3, 4))
-    (measured,) = summarize(measure_ranks(flat, [Continuation((1, 2), wanted, params)], num_ids=16), "t")
+    (measured,) = summarize(measure_ranks(Flat([0] * 9), [Continuation((1, 2), wanted, params)], num_ids=16), "t")
     assert measured.rate == 1.0 and len(set(wanted)) > 1
 
 
-def _flat(runtime: OneHot, tokens: Sequence[int]) -> NDArray[np.float32]:
-    runtime.length += len(tokens)
-    return np.zeros(16, np.float32)
+class Masked(OneHot):
+    """Has no score for token 7."""
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after the last token."""
+        logits = super().extend(tokens)
+        logits[7] = -np.inf
+        return logits
+
+
+def test_picks_without_a_score_are_counted_apart() -> None:
+    """A guess that is wrong had a score; one that no token writes had none."""
+    texts = [Continuation((1,), (5, 7, 6, 7), SamplingParams(temperature=t, seed=1)) for t in (0.0, 0.8)]
+    for found in summarize(measure_ranks(Masked([5] * 9), texts, num_ids=16), "t"):
+        assert (found.unscored, found.rate) == (0.5, 0.25)
+    assert '"unscored":0.5' in found.model_dump_json()
+    (scored,) = summarize(measure_ranks(Masked([5] * 9), [continuation((1,), (5, 6))], num_ids=16), "t")
+    assert scored.unscored == 0.0 and "unscored" not in scored.model_dump_json()  # versions before it read that
+
+
+# -- through a map of tokens -------------------------------------------------------------------------------------------
+
+
+PROSE = "The harbour was quiet that morning. Two fishing boats lay at the pier, and\n  nobody spoke. "
+OPTIONS = PairOptions(
+    ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+    ExportOptions("target", "fp32", "torch", num_threads=1),
+)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random draft with byte-level BPE of longer tokens than the strangers'."""
+    root = tmp_path_factory.mktemp("bpe") / "other"
+    make_tiny_tokenizer(root, vocab_size=450, special_tokens=("<|stop|>",), text=(PROSE * 9,))
+    return make_tiny_model("llama", root, vocab_size=450, seed=5, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def wordpiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random draft with a tokenizer like BERT's: lower case, and words without what is between them."""
+    tokenizer = Backend(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[UNK]", "[SEP]"]
+    tokenizer.train_from_iterator(
+        (PROSE * 9, *SAMPLE_TEXT),
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False),
+    )
+    root = tmp_path_factory.mktemp("wordpiece") / "wordpiece"
+    root.mkdir()
+    tokenizer.save(str(root / "tokenizer.json"))
+    (root / "tokenizer_config.json").write_text('{"eos_token": "[SEP]"}')
+    return make_tiny_model("llama", root, vocab_size=300, seed=5, num_hidden_layers=1)
+
+
+def mapping_of(draft: Path, target: Path) -> TokenMapping:
+    """Of the prose."""
+    ours, theirs = Tokenizer.from_dir(draft), Tokenizer.from_dir(target)
+    return measure_mapping(VocabularyMap(theirs, ours), theirs, ours, [theirs.encode(PROSE), theirs.encode("x_1")])
+
+
+def test_a_tokenizer_that_keeps_every_text_covers_some_ids(bpe: Path, strangers: PairPaths) -> None:
+    """The bytes and the merges that both have; nothing is changed, and the draft may be written."""
+    found = mapping_of(bpe, strangers.target)
+    assert (found.text_kept, found.changes) == (1.0, ())
+    assert 256 / 300 < found.ids_covered < 1.0 and 0.5 < found.text_covered <= 1.0
+    assert found.target_tokenizer == Tokenizer.from_dir(strangers.target).fingerprint
+    require_text_kept(found, "a", "b")
+
+
+def test_a_tokenizer_that_changes_texts_is_recognised(wordpiece: Path, strangers: PairPaths) -> None:
+    """Case, line breaks and spaces are lost: far less than all comes back, and the draft is refused in those words."""
+    found = mapping_of(wordpiece, strangers.target)
+    assert found.text_kept < 0.7
+    assert {"upper case", "line breaks", "runs of spaces"} <= set(found.changes)
+    with pytest.raises(ExportError, match=r"draft a cannot write the text of b: .* upper case, line breaks.*--force"):
+        require_text_kept(found, "a", "b")
+
+
+def test_the_kept_share_counts_lines_from_both_ends(wordpiece: Path, bpe: Path) -> None:
+    """A lower-case word in the middle of a line costs what is between the changes; a lost line break one character."""
+    tokenizer = Tokenizer.from_dir(wordpiece)
+    assert share_kept(tokenizer, ["the boats lay"]) == 1.0
+    assert share_kept(tokenizer, ["the boats Lay"]) == 12 / 13
+    assert share_kept(tokenizer, ["the boats\n"]) == 9 / 10
+    assert share_kept(Tokenizer.from_dir(bpe), [PROSE, "  x = 1\n", "東京 😀"]) == 1.0
+    assert share_kept(tokenizer, []) == 1.0
+
+
+def test_a_pair_of_two_tokenizers_is_judged_and_its_card_says_so(
+    bpe: Path, strangers: PairPaths, tmp_path: Path
+) -> None:
+    """In the manifest, the terminal and the page; the bundle's identity does not depend on it."""
+    draft, _ = export_pair(bpe, strangers.target, tmp_path / "out", options=OPTIONS, judging=Judging(is_forced=True))
+    manifest = Bundle.open(draft.path).manifest
+    mapping = manifest.report.mapping
+    assert mapping is not None and mapping.text_kept == 1.0 and len(manifest.report.acceptance) == 3
+    words = words_of_mapping(manifest)
+    assert words is not None and words.startswith(
+        f"Another tokenizer than the target's: one draft token writes {mapping.ids_covered:.0%} of the target's ids and"
+    )
+    console = Console(width=400, record=True, file=io.StringIO())
+    print_report(console, draft)
+    assert words in console.export_text()
+    assert words.replace("'", "&#39;") in card_html([manifest])
+    report = manifest.report.model_copy(update={"mapping": None})
+    assert manifest.model_copy(update={"report": report}).digest == manifest.digest
+    assert '"mapping"' in manifest.to_json()
+    assert '"mapping"' not in manifest.model_copy(update={"report": report}).to_json()
+
+
+def test_a_draft_that_cannot_write_the_text_is_refused_unless_forced(
+    wordpiece: Path, strangers: PairPaths, tmp_path: Path
+) -> None:
+    """By the pair and by the sweep; forced, the card warns."""
+    for make in (export_pair, sweep_pair):
+        with pytest.raises(ExportError, match="wordpiece cannot write the text of target: its tokenizer changes"):
+            make(wordpiece, strangers.target, tmp_path / "out", options=OPTIONS)
+        assert not (tmp_path / "out").exists()
+    forced = Judging(is_forced=True)
+    draft, _ = export_pair(wordpiece, strangers.target, tmp_path / "out", options=OPTIONS, judging=forced)
+    (said,) = [words for words in warnings_of(draft.manifest) if "cannot write" in words]
+    assert "upper case" in said and "keeps a text as it is" in said
+
+
+def test_the_command_can_ask_for_one_tokenizer(
+    bpe: Path,
+    strangers: PairPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Then two are refused, by the first difference."""
+    out = tmp_path / "out"
+    assert run_export(monkeypatch, "pair", str(bpe), str(strangers.target), "--out", str(out), "--same-tokenizer") == 2
+    assert "first difference" in capsys.readouterr().err
+    with pytest.raises(TokenizerMismatch):
+        sweep_pair(bpe, strangers.target, out, judging=Judging(same_tokenizer=True))

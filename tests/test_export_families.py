@@ -38,20 +38,6 @@ ALSO_INT8 = ("bloom", "gpt_neo", "phi3")
 ON_OPENVINO = tuple(family for family in FAMILIES if family != "gemma2")  # refused below
 
 
-@pytest.fixture(scope="module")
-def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny_source("phi3")` is a whole source of that family, made once."""
-    root = tmp_path_factory.mktemp("families")
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = make_tiny_source(family, root / family)
-        return made[family]
-
-    return make
-
-
 def stage(source: Path, out: Path, store: Path, role: Role, precision: Precision, runtime: Any = "openvino") -> Parity:
     """The check of one export, which is not put in place; `store` keeps what the next may use."""
     options = ExportOptions(role, precision, runtime, num_threads=1)
@@ -74,20 +60,16 @@ def test_openvino_runs_it_rightly(family: str, tiny_source: Callable[[str], Path
     assert max(stage.max_delta / stage.scale for stage in quantized.stages) > 1e-3
 
 
-def test_torch_runs_gemma_2_rightly(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
-    """Soft-capping and windows included; other families are in test_runtimes_parity."""
-    parity = stage(tiny_source("gemma2"), tmp_path / "target", tmp_path / "store", "target", "fp32", "torch")
-    assert max(stage.max_delta / stage.scale for stage in parity.stages) < 1e-5
-    assert len(parity.stages) == 9
-
-
-@pytest.mark.parametrize("family", ["gptj", "nemotron", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gemma2", "gptj", "nemotron", "deepseek_v2"])
 def test_torch_runs_attention_of_other_kinds_rightly(
     family: str, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Outside the interface, or with keys and values of different sizes; more of them are in test_runtimes_parity."""
+    """With soft caps and windows, outside the interface, with keys and values of different sizes; more of them are in
+    test_runtimes_parity.
+    """
     parity = stage(tiny_source(family), tmp_path / "target", tmp_path / "store", "target", "fp32", "torch")
     assert max(stage.max_delta / stage.scale for stage in parity.stages) < 1e-5
+    assert family != "gemma2" or len(parity.stages) == 9
 
 
 @pytest.mark.parametrize(
@@ -159,7 +141,7 @@ def test_an_unknown_family_is_tried_and_what_is_right_is_exported(tmp_path: Path
 def test_an_unknown_family_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     """With the converter's own words, and nothing left behind."""
     path = make_unknown(tmp_path / "nanochat", "nanochat")
-    with pytest.raises(ExportError, match=r"(?s)converting nanochat to OpenVINO failed"):
+    with pytest.raises(ExportError, match=r"converting nanochat to OpenVINO failed: \w+Error: \w+"):
         export_model(path, tmp_path / "out", ExportOptions("target", "fp32"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["nanochat"]
 
@@ -182,17 +164,12 @@ ORT = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
 VINO = ExportOptions("draft", "fp32", "openvino", num_threads=1)
 
 
-@pytest.fixture(scope="module")
-def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_source("phi3", tmp_path_factory.mktemp("sources") / "phi3")
-
-
 @pytest.fixture
-def scaled(phi3: Path, tmp_path: Path) -> Callable[..., Path]:
+def scaled(tiny_source: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
     """`scaled("su", 128)`: Phi-3 with rotary scaling of that type beyond 128 positions, and no window."""
 
     def make(kind: str, original: int, window: int | None = None, **rope: Any) -> Path:
-        directory = shutil.copytree(phi3, tmp_path / f"{kind}-{original}")
+        directory = shutil.copytree(tiny_source("phi3"), tmp_path / f"{kind}-{original}")
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         del config["rope_parameters"]
         config |= {"original_max_position_embeddings": original, "sliding_window": window}

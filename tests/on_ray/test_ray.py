@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,11 @@ import httpx
 import psutil
 import pytest
 import yaml
+from tests.agents import free_port
 from tests.on_ray.fakes import OpenFake
 from tests.redis_server import redis_server
 from tests.serving import read_events, run_session, target_tokens
+from tests.waiting import wait_until
 
 from outrider.cloud.replicas.cluster import ENVIRONMENT, Scale, local_ray, replicas_of
 from outrider.cloud.replicas.members import Report
@@ -69,10 +70,7 @@ class Running:
 
     def wait_until(self, is_so: Callable[[list[Report]], bool]) -> None:
         """Returns once it is so by the reports; the registry waits for their changes."""
-        deadline = time.monotonic() + WAIT_S
-        while not is_so(self.reports()):
-            assert time.monotonic() < deadline, "the replicas did not come to this state in time"
-            time.sleep(0.05)
+        wait_until(lambda: is_so(self.reports()), WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -85,27 +83,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             patch.setenv(name, ENVIRONMENT[name])
         from ray import serve
 
-        with _free_port() as port:
-            options = ServeOptions("fake", port=port, api_key_file=keys, replicas="2", threads=1, drain_s=0.1)
+        options = ServeOptions("fake", port=free_port(), api_key_file=keys, replicas="2", threads=1, drain_s=0.1)
         deploy(application_of(options, OpenFake(), host=LOOPBACK))
         found = Running(f"http://127.0.0.1:{options.port}", options)
         found.wait_until(lambda reports: len(reports) == 2)
         yield found
         serve.shutdown()
-
-
-class _free_port:
-    """A port that is free now."""
-
-    def __enter__(self) -> int:
-        import socket
-
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            return int(sock.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def pid_of(report: Report) -> int:
@@ -349,8 +332,7 @@ def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) ->
     from ray import serve
 
     own = {report.tag for report in running.reports()}
-    with _free_port() as port:
-        options = replace(running.options, port=port, replicas="1")
+    options = replace(running.options, port=free_port(), replicas="1")
     # The builder of `serve deploy` does not know the application's name.
     deploy(application_of(options, OpenFake(seed=9), host=LOOPBACK), name="other")
     others = ray.get(open_registry("other").changes.remote(None), timeout=WAIT_S)[1]

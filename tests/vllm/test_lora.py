@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.requests import flat_request
 from tests.serving import code_of, run_session
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import Reference, _View, start_engine
-from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Text, mixed, nothing, right, wrong
+from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Guess, mixed, nothing, right, run_all, wrong
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.app import create_app
@@ -34,7 +34,6 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 
 TARGET = ROOT_DIR / "target"
-Guess = Callable[[Sequence[int], int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -91,13 +90,11 @@ def test_texts_are_those_of_merged_weights(tuned: Tuned, guess: Guess) -> None:
     """The base and both adapters beside one another in each step, with no, right, wrong and mixed drafts."""
     texts = tuned.texts(tuned.prompts[:2], SAMPLINGS[:2])
     before = {name: vars_of(tuned, name) for name in ("few", "all")}
-    running = []
-    for name, prompt, params, truth in texts:
-        text = Text(tuned.engine, truth, guess)
-        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, adapter=name))
-        running.append(text)
-    for text in running:
-        assert text.ended.wait(4 * TIMEOUT_S)
+    asked = [
+        (flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, adapter=name), truth, guess)
+        for name, prompt, params, truth in texts
+    ]
+    running = run_all(tuned.engine, asked)
     assert [text.tokens for text in running] == [truth for *_, truth in texts]
     by_prompt = {(prompt, params): set[tuple[int, ...]]() for _, prompt, params, _ in texts}
     for _, prompt, params, truth in texts:
@@ -126,12 +123,9 @@ def test_a_draft_of_the_base_drafts_for_an_adapter(tuned: Tuned) -> None:
     for at in range(0, 24, 2):
         prefix = (*prompt, *truth[:at])
         draft = tuple(tuned.references[None](prefix, 2, params))
-        text = Text(tuned.engine, truth, nothing)
-        text.submit(flat_request(prefix, params, NUM_TOKENS, draft=draft, once=True, adapter="few"))
-        asked.append((text, at))
-    for text, at in asked:
-        assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
-        assert text.tokens == truth[at : at + len(text.tokens)] and text.tokens
+        asked.append((flat_request(prefix, params, NUM_TOKENS, draft=draft, once=True, adapter="few"), truth, nothing))
+    for at, text in zip(range(0, 24, 2), run_all(tuned.engine, asked), strict=True):
+        assert text.tokens == truth[at : at + len(text.tokens)] and text.tokens and text.end is not None
         accepted += text.end.usage.accepted_tokens
         verified += text.end.usage.accepted_tokens + text.end.usage.rejected_tokens
     assert 0 < accepted < verified == 2 * len(asked)
@@ -143,9 +137,9 @@ def test_adapters_share_no_keys_and_values(tuned: Tuned) -> None:
 
     def num_cached(adapter: str | None) -> int:
         truth = tuned.references[adapter](prompt, 4)
-        text = Text(tuned.engine, truth, nothing)
-        text.submit(flat_request(prompt, SamplingParams(), 4, patience_ms=0.0, adapter=adapter, owner=b"one"))
-        assert text.ended.wait(TIMEOUT_S) and text.end is not None and text.tokens == truth
+        request = flat_request(prompt, SamplingParams(), 4, patience_ms=0.0, adapter=adapter, owner=b"one")
+        (text,) = run_all(tuned.engine, [(request, truth, nothing)])
+        assert text.end is not None and text.tokens == truth
         return text.end.usage.cached_prompt_tokens
 
     assert [num_cached(name) for name in ("few", "all", None)] == [0, 0, 0]

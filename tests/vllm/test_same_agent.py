@@ -31,8 +31,8 @@ test_bytes_are_counted_as_they_cross = same.test_bytes_are_counted_as_they_cross
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_vllm(vllm: SharedEngine) -> Iterator[None]:
-    """The module's tests see vLLM's server, the target of transformers, and drafts of it."""
+def drafts_of_it(vllm: SharedEngine) -> Iterator[None]:
+    """The module's tests see the target of transformers, and drafts of it."""
 
     def truth(request: GenerationRequest, vocab_size: int = 0) -> tuple[int, ...]:
         tokens = vllm.target_tokens(request.prompt, request.max_tokens, request.params)
@@ -43,7 +43,6 @@ def on_vllm(vllm: SharedEngine) -> Iterator[None]:
         return ModelDrafter(TransformersDraft(vllm.target_tokens, agreement, on_step))
 
     with pytest.MonkeyPatch.context() as patch:
-        vllm.patch(same, patch)
         patch.setattr(same, "truth", truth)
         patch.setattr(same, "drafter", drafter)
         yield
