@@ -144,6 +144,7 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         assert not self.open, self.open
+        self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Opens."""
@@ -152,11 +153,6 @@ class Page(HTMLParser):
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Opens and closes, as SVG does."""
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
     def handle_endtag(self, tag: str) -> None:
         """Closes the last opened."""
         assert self.open.pop() == tag
@@ -164,11 +160,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         """Text."""
         self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        """All that it says."""
-        return " ".join(" ".join(self.words).split())
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
 
 from outrider.cloud.api.app import PROBE_PATHS
+from outrider.cloud.server.replicated import OpenReplica
+from outrider.models.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "deploy" / "kubernetes"
@@ -293,8 +296,15 @@ def test_the_ray_application_is_the_servers(place: str, monkeypatch: pytest.Monk
     (application,) = configured["applications"]
     assert (configured["proxy_location"], application["route_prefix"]) == ("Disabled", None)
     module, _, function = application["import_path"].partition(":")
-    front = getattr(importlib.import_module(module), function)(application["args"])._bound_deployment
+    builder = getattr(importlib.import_module(module), function)
+    front = builder(application["args"])._bound_deployment
     options, _, replicas = front.init_args
+    make, *_ = replicas._bound_deployment.init_args
+    assert isinstance(make, OpenReplica) and make.options.ray  # so that its prefixes are written at once
+    assert make.options.api_key_file is None and replace(make.options, api_key_file=options.api_key_file) == options
+    for wrong, message in (({"bogus": 1}, "'bogus' is no option"), ({"port": "high"}, "'port'")):
+        with pytest.raises(ConfigError, match=message):
+            builder({**application["args"], **wrong})
     made = {each.name: each for each in (front, replicas._bound_deployment)}
     for deployment in application.get("deployments", ()):
         assert deployment["name"] in made

@@ -35,12 +35,10 @@ from outrider.export.source.widen import widen
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.errors import ExportError, RuntimeUnavailable
-from training import recipe, training_record
 from training.card import render
 from training.corpus import SourceFile, is_table, is_wanted, load_corpus, split
 from training.evaluate import heldout_passages, load_heldout
 from training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
-from training.train import Workshop
 
 HERE = Path(reference.__file__).parent
 
@@ -182,46 +180,6 @@ def test_heldout_passages_are_spread_over_the_files(tokenizer: Tokenizer) -> Non
     assert sources == sorted(sources) and sources[0] == [0] and sources[-1] == [2]
     with pytest.raises(ValueError, match="2 passages of 2000 tokens; the files have room for 1 to 0"):
         heldout_passages(tokenizer, files, count=2, length=2000)
-
-
-def test_the_long_stage_continues_a_stored_pair(tmp_path: Path) -> None:
-    """Its checkpoints are the pair's weights, its record is the pair's with the two stages after it."""
-    work = Workshop(tmp_path, tmp_path / "out", recipe.REFERENCE_RECIPE)
-    work.start_from(HERE)
-    for stage, directory in (("target", reference.target_dir()), ("distill", reference.draft_dir())):
-        found = torch.load(tmp_path / f"{stage}.pt", weights_only=True)["model"]
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items())
-    rows = {192: 16, 512: 12, 1024: 10}
-    for plan in work.recipe.long_pools:
-        folder = work.long_pool_folder(plan)
-        folder.mkdir()
-        made = {"rows": rows[plan.row_length], "is_complete": True}
-        (folder / "pool.json").write_text(json.dumps(made), encoding="utf-8")
-    torch.save({"step": 10, "used_s": 120.0}, tmp_path / "long_distill.pt")
-    nothing = np.zeros(1, dtype=np.uint16)
-    record = training_record.collect(tmp_path, load_corpus(), (nothing, nothing), work.recipe, ["shared"])
-    before = stored("training.json")
-    assert record["stages"][:-2] == before["stages"] and record["notes"] == [*before["notes"], "shared"]
-    assert "16 rows of 192, 12 rows of 512 and 10 rows of 1,024 tokens" in record["stages"][-2]
-    assert (
-        "2 minutes, 10 steps of 4 rows of 192, 3 rows of 512 and 2 rows of 1,024 tokens, 2.5, 2.5 and 2.0 times"
-        in (record["stages"][-1])
-    )
-
-
-def test_long_passages_leave_the_target_something_to_write(tmp_path: Path) -> None:
-    """They are pieces of the training stream that fill a row but for 64 to 191 tokens, the same in every run."""
-    stream = np.arange(4000, dtype=np.uint16)
-    plan = recipe.REFERENCE_RECIPE.long_pools[-1]
-    both = []
-    for _ in range(2):
-        work = Workshop(tmp_path, tmp_path, recipe.REFERENCE_RECIPE)
-        work.__dict__["streams"] = (stream, stream[:0])
-        both.append(work.long_passages(plan))
-    assert both[0] == both[1]
-    assert {plan.row_length - len(passage) for passage in both[0]} == set(range(64, 192))
-    assert all(passage == list(range(passage[0], passage[0] + len(passage))) for passage in both[0])
 
 
 def test_the_models_load_and_write_python(tokenizer: Tokenizer) -> None:

@@ -208,29 +208,20 @@ def test_a_sweep_from_the_command_line(
     assert len(list((out / "sweep").iterdir())) == 2
 
 
-class Failing:
-    """`stage_export` that fails for drafts of some precisions, as a missing package or a failed check would."""
-
-    def __init__(self, *precisions: str) -> None:
-        self.precisions = precisions
-
-    def __call__(
-        self, source: Any, place: Path, options: ExportOptions, *rest: Any
-    ) -> AbstractContextManager[StagedExport]:
-        """Stages, or raises."""
-        if options.role == "draft" and options.precision in self.precisions:
-            kind = RuntimeUnavailable if options.precision == "int8" else ExportError
-            raise kind(f"no {options.precision} today")
-        return stage_export(source, place, options, *rest)
-
-
 def test_what_cannot_be_made_is_listed_with_its_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are compared all the same, and without --keep only one is left. Where nothing can be made every reason
     is told, and nothing is left, the target neither.
     """
-    monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
+
+    def failing(source: Any, place: Path, options: ExportOptions, *rest: Any) -> AbstractContextManager[StagedExport]:
+        if options.role == "draft" and options.precision in ("int8", "int4"):
+            kind = RuntimeUnavailable if options.precision == "int8" else ExportError
+            raise kind(f"no {options.precision} today")
+        return stage_export(source, place, options, *rest)
+
+    monkeypatch.setattr(sweep, "stage_export", failing)
     drafts = ExportOptions("draft", runtime="onnxruntime", num_threads=1)
     swept = sweep_pair(model, model, tmp_path / "out", options=PairOptions(drafts, TARGET))
     assert swept.comparison.recommended == "onnxruntime fp32" and not swept.kept

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import vllm_target
-from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
+from outrider.cloud.server.options import EngineName, Exactness, ServeOptions, TreeForm
 from outrider.cloud.vllm import checks
 from outrider.cloud.vllm.extension import OutriderExtension
 from outrider.cloud.vllm.graph_sizes import graph_arguments
@@ -273,6 +273,8 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: p
     (tmp_path / "model.safetensors").unlink()
     assert "no *.safetensors" in refusal()
     assert "--device" in refusal(device="cuda:1")
+    assert "one path a step" in refusal(tree=TreeForm.TREE)
+    assert "cannot serve 'reference'" in str(refused(Path("reference")))
 
 
 def test_options_of_vllm_need_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,10 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
-import yaml
 from tests.agents import free_port
 from tests.on_ray.fakes import OpenFake
 from tests.redis_server import redis_server
@@ -25,7 +23,7 @@ from outrider.cloud.replicas.members import Report
 from outrider.cloud.replicas.registry import open_registry
 from outrider.cloud.replicas.replica import LOOPBACK
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.replicated import APPLICATION, OpenReplica, app, application_of, deploy
+from outrider.cloud.server.replicated import APPLICATION, application_of, deploy
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
@@ -33,7 +31,6 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
-from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
 from outrider.models.wire.protocol import SessionEnd, SessionOpen
 
@@ -301,29 +298,6 @@ def test_replicas_scale_by_what_they_report() -> None:
     assert deployment._deployment_config.graceful_shutdown_timeout_s >= 30.0 + 15.0
     fixed = replicas_of(OpenFake(), "a", Scale(replicas=3, most=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
     assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
-
-
-def test_the_clusters_configuration_is_one(tmp_path: Path) -> None:
-    """deploy/ray/serve.yaml is what `serve deploy` takes, and its arguments are options."""
-    from ray.serve.schema import ServeDeploySchema
-
-    path = Path(__file__).parents[2] / "deploy" / "ray" / "serve.yaml"
-    raw: dict[str, Any] = yaml.safe_load(path.read_text())
-    schema = ServeDeploySchema.model_validate(raw)
-    (application,) = schema.applications
-    assert str(schema.proxy_location.value) == "Disabled" and application.route_prefix is None
-    assert application.import_path == "outrider.cloud.server.replicated:app"
-    front = app(application.args)._bound_deployment
-    assert front.name == "front" and front.init_args[0].port == 8000
-    make, name, host = front.init_args[2]._bound_deployment.init_args
-    assert (name, host) == (APPLICATION, "node")
-    assert isinstance(make, OpenReplica) and make.options.ray  # so that its prefixes are written at once
-    assert make.options.api_key_file is None and front.init_args[0].api_key_file == Path("/etc/outrider/keys")
-    assert replace(make.options, api_key_file=front.init_args[0].api_key_file) == front.init_args[0]
-    with pytest.raises(ConfigError, match="'bogus' is no option"):
-        app({**application.args, "bogus": 1})
-    with pytest.raises(ConfigError, match="'port'"):
-        app({**application.args, "port": "high"})
 
 
 def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) -> None:

@@ -6,12 +6,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-import httpx
 import msgspec
 import pytest
 import zmq
 from tests.requests import flat_request
-from tests.serving import EOS_ID, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
 from tests.waiting import TIMEOUT_S
 
@@ -130,20 +128,6 @@ def test_drafts_that_the_engine_process_cannot_take_are_refused(
     assert found.wait().usage.target_passes < 20 and found.tokens == expected
 
 
-def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the embedded engine's, with the same code."""
-    monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1, max_queue=1))
-    gate = vllm.gate()
-    sinks = [Collector() for _ in range(2)]
-    for sink in sinks:
-        vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 2), sink)
-    with pytest.raises(RequestError, match="queued already") as refused:
-        vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 2), Collector())
-    assert refused.value.code == "overloaded"
-    gate.open()
-    assert [sink.wait().reason for sink in sinks] == ["length", "length"]
-
-
 def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, also where they came by a hash; an owner that has none of them is let in."""
     long = tuple(range(1, 250)) * 16
@@ -164,17 +148,6 @@ def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypat
     vllm.engine.submit(flat_request((5,), SamplingParams(), 2, owner=b"b"), sinks[3])
     gate.open()
     assert [sink.wait().reason for sink in sinks] == ["length"] * 4
-
-
-def test_metrics_and_facts_are_served(vllm: SharedEngine) -> None:
-    """The same names as with the embedded engine; what is measured is there."""
-    with vllm.serve() as server, httpx.Client(base_url=server.url) as client:
-        run_session(client, {"prompt": list(PROMPT), "max_tokens": 5, "ignore_eos": True})
-        ready, text = client.get("/health/ready").json(), client.get("/metrics").text
-        assert ready["status"] == "ready" and ready["step_ms"] > 0
-        assert "outrider_generation_tokens_total 5.0" in text and "outrider_engine_steps_total" in text
-        assert client.get("/v1/model").json()["max_positions"] == vllm.engine.limits.max_positions
-        assert client.get("/v1/model").json()["eos_token_ids"] == [EOS_ID]
 
 
 def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.requests import flat_request
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import Reference, start_engine
+from tests.vllm.serving import Reference, running_engine
 from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
@@ -104,11 +104,9 @@ def mixed(truth: Sequence[int], at: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    started = start_engine(ROOT_DIR / "target", scheduler=STEADY)
-    started.calibrate()
-    yield started
-    started.stop()
-    started.close()
+    with running_engine(ROOT_DIR / "target", scheduler=STEADY) as started:
+        started.calibrate()
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.requests import flat_request
 from tests.vllm.gated import STEADY
 from tests.vllm.head_pairs import make_eagle, make_mtp
-from tests.vllm.serving import IS_CUDA, Reference, start_engine
+from tests.vllm.serving import IS_CUDA, Reference, running_engine
 from tests.vllm.test_equality import Guess, mixed, nothing, right, run_all, wrong
 
 from outrider.cloud.vllm.engine import VllmEngine
@@ -31,11 +31,9 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     # Blocks for some seven texts at once.
     given = f"heads={heads}", "max_model_len=256", "block_size=32"
     is_v2 = IS_CUDA or "OUTRIDER_INTERPRET" in os.environ
-    engine = start_engine(root, *given, is_v2=is_v2, scheduler=STEADY, kv_cache_bytes=2 << 20)
-    engine.calibrate()
-    yield Running(engine, Reference(root))
-    engine.stop()
-    engine.close()
+    with running_engine(root, *given, is_v2=is_v2, scheduler=STEADY, kv_cache_bytes=2 << 20) as engine:
+        engine.calibrate()
+        yield Running(engine, Reference(root))
 
 
 class Running:

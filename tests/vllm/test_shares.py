@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.requests import flat_request
-from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, start_engine
+from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, running_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import NUM_TOKENS, mixed, nothing, right, run_all, wrong
 from tests.waiting import wait_until
@@ -145,8 +145,7 @@ def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
     """A cache for three of eight texts, right, wrong and mixed drafts, some wait: sequences give way, and go on."""
     prompts = [prompt_of(index, 120) for index in range(8)]
     truths = [vllm.target_tokens(prompt, NUM_TOKENS) for prompt in prompts]  # before: all texts begin together
-    engine = start_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10)
-    try:
+    with running_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10) as engine:
         asked = []
         for index, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
             hints: dict[str, Any] = {"lag_ms": 5.0} if index < 4 else {"patience_ms": 0.0}
@@ -159,6 +158,3 @@ def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
         stats = engine.stats()
         assert stats.totals.preempted > 0 and stats.totals.accepted > 0
         assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
-    finally:
-        engine.stop()
-        engine.close()
