@@ -61,19 +61,6 @@ def test_the_cache_is_shared_within_an_owner_only(vllm: SharedEngine) -> None:
     assert run(vllm.engine, PROMPT, 4, b"b").tokens == vllm.target_tokens(PROMPT, 4)
 
 
-def test_a_kept_text_is_continued_by_its_hash(vllm: SharedEngine) -> None:
-    """A session that asks for it leaves its ids; its owner goes on with the hash, another cannot."""
-    whole = vllm.target_tokens(PROMPT, 12)
-    first = run(vllm.engine, PROMPT, 8, b"a", keep=True)
-    name = first.wait().prefix_hash
-    assert name is not None and len(name) <= 64 and first.tokens == whole[:8]
-    second = Collector()
-    vllm.engine.submit(flat_request((), SamplingParams(), 4, owner=b"a", prefix_hash=name), second)
-    assert second.wait().usage.prompt_tokens == len(PROMPT) + 8 and second.tokens == whole[8:]
-    with pytest.raises(RequestError, match="is not held here"):
-        vllm.engine.submit(flat_request((), SamplingParams(), 4, owner=b"b", prefix_hash=name), second)
-
-
 def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     """Before vLLM knows of it, and while it runs; nothing stays open, no task is left."""
     gate = vllm.gate()
