@@ -5,15 +5,12 @@ makes of texts, how benchmarks choose their verifier, and the processes that the
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import os
 import stat
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,11 +21,11 @@ from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
-from bench.one_machine import drafts_of, gaps_ms, likelihoods, own_text
+from bench.one_machine import gaps_ms, likelihoods, own_text
 from bench.pairs import PAIR_OPTIONS, open_pair
-from bench.peer_drafts import LLAMA_SERVER, Asked, Counts, Emit, Write, answer
-from bench.peer_engines import READY, Batch, Done, answered, serve
-from bench.peer_processes import PeerCommand, PeerFailed, prepare
+from bench.peer_drafts import LLAMA_SERVER
+from bench.peer_engines import Batch, Done
+from bench.peer_processes import PeerCommand, PeerFailed
 from bench.peer_servers import Streamed, StreamedText, read_stream
 from bench.peers import Comparison, compare
 from bench.processes import Program, started
@@ -114,22 +111,6 @@ def test_decoding_begins_when_every_text_has_begun() -> None:
     )
     assert streamed.rate == 8 / 5
     assert streamed.decode_rate == (2 + 3) / 3
-
-
-def test_batches_go_to_an_engine_and_back_as_lines() -> None:
-    """The protocol of the process that runs an engine."""
-    asked: list[Batch] = []
-
-    def run(batch: Batch) -> Done:
-        asked.append(batch)
-        return Done(batch.prompts, 1.0, 0.5, 1)
-
-    answers = io.StringIO()
-    serve(partial(answered, run), io.StringIO(json.dumps({"prompts": [[1, 2], [3]], "max_tokens": 5}) + "\n"), answers)
-    assert asked == [Batch(((1, 2), (3,)), 5)]
-    ready, line = answers.getvalue().splitlines()
-    assert ready == READY
-    assert json.loads(line) == {"texts": [[1, 2], [3]], "took_s": 1.0, "before_s": 0.5, "num_before": 1}
 
 
 def test_a_stream_is_read_with_its_usage() -> None:
@@ -248,62 +229,6 @@ def test_a_text_of_another_distribution_is_less_likely() -> None:
     }
     found = likelihoods(target_dir(), [request], ways)
     assert 0.0 > found["likely"] > -6.0 > -9.0 > found["drawn"]
-
-
-def test_lookup_has_no_target_of_its_own() -> None:
-    assert drafts_of("openvino_lookup", [3, 5], [4, 8]) == [4]
-    assert drafts_of("openvino_genai", [3, 5], [4, 8]) == (0, 3, 5)
-    assert drafts_of("vllm", [3, 5], [4, 8]) == (0, 4, 8)
-
-
-def test_a_peer_that_fails_is_named_and_the_others_go_on() -> None:
-    num_texts = 0
-
-    async def works(request: GenerationRequest) -> Written:
-        return text(request.prompt)
-
-    async def ends(request: GenerationRequest) -> Written:
-        nonlocal num_texts
-        num_texts += 1
-        if num_texts > 2:
-            raise PeerFailed("no more")
-        return text(request.prompt)
-
-    found, failed = asyncio.run(one_machine.compare({"a": (works, "a"), "b": (ends, "a")}, [REQUEST, REQUEST], 1))
-    assert failed == {"b": "no more"} and list(found) == ["a"] and len(found["a"].tokens) == 2
-
-
-def test_what_is_not_given_is_an_error() -> None:
-    with pytest.raises(PeerFailed, match="--vllm-python"):
-        prepare("vllm", None, None, None)
-    with pytest.raises(PeerFailed, match="--llama-cpp"):
-        prepare("llama_cpp", None, None, None)
-
-
-def test_errors_are_answers() -> None:
-    """Of the opening, and of a text; the next question is answered again."""
-    opened: list[str] = []
-
-    def opens() -> Write:
-        opened.append("")
-        if len(opened) == 1:
-            raise ImportError("no such engine")
-
-        def write(asked: Asked, emit: Emit) -> Counts:
-            emit([7, 8])
-            return Counts(1, 2, asked.max_tokens)
-
-        return write
-
-    question = json.dumps({"prompt": [1], "max_tokens": 2, "temperature": 0.0, "seed": 0})
-    answers = io.StringIO()
-    answer(opens, io.StringIO(f"{question}\n{question}\n"), answers)
-    told = [json.loads(line) for line in answers.getvalue().splitlines()]
-    assert told[0] == {"error": "ImportError: no such engine"}
-    assert told[1:] == [
-        {"tokens": [7, 8]},
-        {"counts": {"num_passes": 1, "num_drafted": 2, "num_accepted": 2, "draft_s": 0.0}},
-    ]
 
 
 def peer(stack: ExitStack, **variables: str) -> Written:

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import pytest
 from bench.eavesdropper import Read, Trace, padded
-from bench.gpu import __main__ as command
 from bench.gpu import exact, host, load, needs, round_trips, steps
-from bench.gpu.needs import Found, Need
 from bench.gpu.place import SMALL, Run
 from bench.side_channel import Lane, interval, keep_traces, main
 from bench.soak import ALONE, Plan, run, too_few
@@ -83,15 +81,6 @@ def test_a_sampler_that_differs_is_told(made: Path, tmp_path: Path, monkeypatch:
 
 
 @warns
-def test_what_has_no_time_is_named(made: Path, tmp_path: Path) -> None:
-    """A part that is over its limit leaves the rest out, and says so."""
-    run = run_of(1, made, tmp_path)
-    run.limit_s = 0.0
-    assert exact.measure(run) == []
-    assert run.left_out == ["texts in f32", "shapes in f32", "texts in bf16", "shapes in bf16", "bitwise"]
-
-
-@warns
 def test_a_step_needs_few_launches_beside_its_graph() -> None:
     """As many for a tree as for one token each."""
     counts = {host.launches(host.PLAIN, parents) for parents in host.TREES}
@@ -128,22 +117,6 @@ def test_round_trips_and_load_run_on_given_bundles(
     (count,) = run.found["load"][0]["sessions"].values()
     assert set(count) == {"cloud-only", "stream", "verify", "auto", "json", "logprobs"}
     assert run.found["capacity"]["tokens_per_s"].keys() == {"beside", "devices", "batched"}
-
-
-def test_needs_are_one_list_with_the_commands(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is missing has the command that brings it; nothing runs without what all parts need."""
-    wheel, gone = Need("pydantic", "no_such_module", "2.14.3"), Need("torch-for-nobody", "no_such_module")
-    new = Need("typer", "typer", "0.25.1", below=(0, 1))
-    partly = Need("no-such-package", "no_such_module", what="a part")
-    assert needs.is_enough([Found(partly, None, "missing")])
-    monkeypatch.setattr(needs, "NEEDS", (wheel, gone, new, partly))
-    assert command.main(["--needs"]) == 2
-    told = capsys.readouterr().out
-    assert "does not import" in told and "too new; expected below 0.1" in told and "(only for a part)" in told
-    assert "pydantic==2.14.3 typer==0.25.1" in told and "No wheel of torch-for-nobody" in told
-    assert sys.version.split()[0] in told and needs.install() in told
 
 
 def test_needs_name_what_the_parts_declare() -> None:

@@ -220,15 +220,6 @@ def test_a_directory_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None
     assert (tmp_path / "precious.txt").is_file()
 
 
-def test_an_interrupted_writer_leaves_nothing_and_changes_nothing(bundle: Path) -> None:
-    """Ctrl-C in the middle of an export."""
-    with pytest.raises(KeyboardInterrupt), BundleWriter(bundle, overwrite=True) as writer:
-        (writer.directory / "half.json").write_text("{", encoding="utf-8")
-        raise KeyboardInterrupt
-    assert Bundle.open(bundle).manifest.name == "tiny"
-    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -40,7 +40,7 @@ from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import TokenMapping
 from outrider.models.errors import ExportError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import ModelLimits, OneSequence, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.text.vocabulary_map import VocabularyMap
 
@@ -55,26 +55,21 @@ def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
     assert play_rounds(matches, 4, counts_short_ends=True) == Rounds(tested=9, accepted=7, rounds=4)
 
 
-class OneHot:
+class OneHot(OneSequence):
     """A SequenceRuntime that is sure of one token at every position: `answers[position]`, [V] one-hot logits."""
 
     def __init__(self, answers: Sequence[int], *, max_positions: int = 512) -> None:
-        self.limits = ModelLimits(16, max_positions)
-        self.length = 0
+        super().__init__(ModelLimits(16, max_positions))
         self.fed: list[int] = []
         self._answers = answers
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after the last token."""
-        self.length += len(tokens)
+        self._length += len(tokens)
         self.fed.append(len(tokens))
         logits = np.zeros(16, np.float32)
         logits[self._answers[self.length]] = 99.0
         return logits
-
-    def truncate(self, length: int) -> None:
-        """Cuts back."""
-        self.length = length
 
     def close(self) -> None:
         """Nothing to release."""

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -90,13 +89,6 @@ def test_the_command_is_one_of_the_server(image: Dockerfile) -> None:
     assert options["engine"] == ("vllm" if image.arguments["EXTRAS"] == "vllm" else "embedded")
     url = re.search(r'DEFAULT_URL = "(.*)"', READY.read_text(encoding="utf-8"))
     assert url and urlsplit(url[1]).port == options["port"] and urlsplit(url[1]).path in PROBE_PATHS
-
-
-def test_extras_exist(image: Dockerfile) -> None:
-    """The build argument names extras of pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["optional-dependencies"]
-    assert set(image.arguments["EXTRAS"].split(",")) <= extras.keys()
 
 
 def copied(image: Dockerfile) -> list[str]:

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
+from tools.release import project_version
 
 from outrider.cloud.api.app import PROBE_PATHS
 from outrider.cloud.server.replicated import OpenReplica
@@ -77,14 +78,7 @@ def test_the_containers_command_is_one_of_the_server() -> None:
     assert {volume["name"] for volume in POD["volumes"]} == {mount["name"] for mount in mounts.values()}
     keys = Path(options["api_key_file"])
     assert mounts[str(keys.parent)]["readOnly"] and keys.name in load("secret.example.yaml")["stringData"]
-    assert SERVER["image"].split(":")[1] == project_version()
-
-
-def project_version() -> str:
-    """The version in pyproject.toml."""
-    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found
-    return found[1]
+    assert SERVER["image"].split(":")[1] == project_version(ROOT)
 
 
 def test_probes_ask_what_the_server_answers_without_a_key() -> None:

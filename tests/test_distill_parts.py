@@ -144,15 +144,6 @@ def test_no_prompt_is_in_two_parts(
     assert split_prompts(prompts[::-1], heldout, seed=seed, max_tokens=4).train == split.train
 
 
-def test_batches_hold_prompts_of_like_length_and_leave_none_out() -> None:
-    """Over one block of batches every prompt comes equally often, and a batch spans few lengths."""
-    lengths = [3 + (7 * index) % 64 for index in range(64)]
-    batches = [pool.batch_by_length(lengths, 8, seed=1, number=number, sort_over=8) for number in range(8)]
-    assert sorted(np.concatenate(batches)) == list(range(64))
-    assert max(np.ptp(np.array(lengths)[batch]) for batch in batches) <= 8
-    assert np.array_equal(pool.batch_by_length(lengths, 8, seed=1, number=5, sort_over=8), batches[5])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing_that_is_recorded(family: str, tiny_source: Callable[[str], Path]) -> None:
     """In every family, prompts of different lengths in one batch: rows, normalizers and logits as of each row alone."""

@@ -36,9 +36,9 @@ from outrider.models.bundle.bundle import hash_file
 from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.errors import ExportError, RuntimeUnavailable
 from training.card import render
-from training.corpus import SourceFile, is_table, is_wanted, load_corpus, split
+from training.corpus import SourceFile, load_corpus, split
 from training.evaluate import heldout_passages, load_heldout
-from training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
+from training.prompts import MAX_TOKENS, MIN_TOKENS
 
 HERE = Path(reference.__file__).parent
 
@@ -134,24 +134,6 @@ def test_the_library_gives_the_stored_heldout_files() -> None:
         assert [file.path for file in corpus.heldout] == trained["heldout"]
 
 
-def test_tests_and_tables_are_not_trained_on() -> None:
-    """Tests, other projects' code and character maps are left out; ordinary modules are not."""
-    assert is_wanted("json/decoder.py")
-    for path in ("test/test_os.py", "idlelib/idle_test/x.py", "site-packages/a/b.py", "_sysconfigdata_x.py"):
-        assert not is_wanted(path)
-    assert is_table("decoding_table = ('...')") and is_table("0123456789," * 9) and not is_table("import os\n")
-
-
-def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
-    """A method's prompt starts with its class line; a function too short to leave two lines gives none."""
-    body = "".join(f"        value_{index} = compute(value_{index})\n" for index in range(12))
-    text = f"class A(B):\n    other = 1\n\n    def method(self):\n{body}\n\ndef tiny():\n    return 1\n"
-    (prompt,) = cut_prompts([SourceFile("a.py", text)], count_tokens=lambda part: len(part.split()) * 4)
-    assert prompt.text.startswith("class A(B):\n\n    def method(self):\n        value_0")
-    assert prompt.line == 4
-    assert len(prompt.text.splitlines()) < len(text.splitlines()) - 5
-
-
 def test_the_card_shows_the_stored_numbers() -> None:
     """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
     rendered = render(stored("metrics.json"), stored("training.json"))
@@ -168,18 +150,6 @@ def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> 
     share = ((log_p + noise).argmax(-1) == (log_q + noise).argmax(-1)).float().mean()
     assert math.isclose(match_bound(log_p, log_q, nothing, nothing), share, abs_tol=0.01)
     assert math.isclose(match_bound(log_p, log_p, nothing, nothing), 1.0, abs_tol=1e-5)
-
-
-def test_heldout_passages_are_spread_over_the_files(tokenizer: Tokenizer) -> None:
-    """Each is a piece of one file, of the length asked for; more files than one are used; too many are refused."""
-    files = [SourceFile("a.py", "abc = 1\n" * 30), SourceFile("b.py", "x"), SourceFile("c.py", "def f(): pass\n" * 30)]
-    passages = heldout_passages(tokenizer, files, count=6, length=12)
-    texts = [tokenizer.decode(passage) for passage in passages]
-    assert [len(passage) for passage in passages] == [12] * 6
-    sources = [[index for index, file in enumerate(files) if text in file.text] for text in texts]
-    assert sources == sorted(sources) and sources[0] == [0] and sources[-1] == [2]
-    with pytest.raises(ValueError, match="2 passages of 2000 tokens; the files have room for 1 to 0"):
-        heldout_passages(tokenizer, files, count=2, length=2000)
 
 
 def test_the_models_load_and_write_python(tokenizer: Tokenizer) -> None:

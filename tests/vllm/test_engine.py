@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 import pytest
 import zmq
+from tests.engine_harness import Collector
 from tests.requests import flat_request
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
-from tests.waiting import TIMEOUT_S
+from tests.waiting import wait_until
 
-from outrider.cloud.seam import CommitEvent, EndEvent, Event
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 PROMPT = tuple(range(20, 20 + 150))  # more than one of vLLM's blocks
-
-
-class Collector:
-    """A sink that keeps its events."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.end: EndEvent | None = None
-        self.began, self.ended = threading.Event(), threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        assert self.end is None, "an event after the end"
-        if isinstance(event, CommitEvent):
-            self.tokens += event.tokens
-            self.began.set()
-        elif isinstance(event, EndEvent):
-            self.end = event
-            self.ended.set()
-
-    def wait(self) -> EndEvent:
-        """The end."""
-        assert self.ended.wait(TIMEOUT_S) and self.end is not None
-        return self.end
 
 
 def run(engine: VllmEngine, prompt: Sequence[int], count: int, owner: bytes = b"", keep: bool = False) -> Collector:
@@ -69,7 +46,7 @@ def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     vllm.engine.cancel(vllm.engine.submit(request, early))
     number = vllm.engine.submit(request, late)
     gate.allow(30)
-    assert late.began.wait(TIMEOUT_S)
+    wait_until(lambda: bool(late.tokens))
     vllm.engine.cancel(number)
     gate.open()
     assert (early.wait().reason, late.wait().reason) == ("cancelled", "cancelled")
@@ -156,7 +133,7 @@ def test_a_tree_below_a_node_that_the_commits_contradict_is_stale(vllm: SharedEn
     wrong = 7 if truth[0] != 7 else 8
     number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
     gate.allow(2)
-    assert found.began.wait(TIMEOUT_S)
+    wait_until(lambda: bool(found.tokens))
     vllm.engine.draft_tree(number, TreeDraft(0, 0, [truth[0], truth[1], truth[2]], [ROOT, 0, 1], [15, 15, 15]))
     with pytest.raises(RequestError) as refused:
         vllm.engine.draft_tree(number, TreeDraft(0, 3, [wrong], [ROOT], [15]))

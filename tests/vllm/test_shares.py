@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tests.engine_harness import Collector
 from tests.requests import flat_request
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, running_engine
-from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import NUM_TOKENS, mixed, nothing, right, run_all, wrong
 from tests.waiting import wait_until
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.engine_harness import Collector
 from tests.requests import flat_request
 from tests.serving import fake_tokenizer
 from tests.vllm.choices import (
@@ -19,7 +20,6 @@ from tests.vllm.choices import (
 )
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, running_engine
-from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import (
     ROOT_DIR,
     test_a_wait_for_drafts_changes_nothing,
