@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from rich.console import Console
+from tests.engine_harness import Clock
 from tests.export_cli import run_export
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -55,24 +57,28 @@ def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
     assert play_rounds(matches, 4, counts_short_ends=True) == Rounds(tested=9, accepted=7, rounds=4)
 
 
-class OneHot(OneSequence):
-    """A SequenceRuntime that is sure of one token at every position: `answers[position]`, [V] one-hot logits."""
+class Rows(OneSequence):
+    """A SequenceRuntime of 16 tokens. row: logits after so many tokens, by token; those that it leaves out are 0."""
 
-    def __init__(self, answers: Sequence[int], *, max_positions: int = 512) -> None:
+    def __init__(self, row: Callable[[int], dict[int, float]], *, max_positions: int = 512) -> None:
         super().__init__(ModelLimits(16, max_positions))
         self.fed: list[int] = []
-        self._answers = answers
+        self._row = row
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after the last token."""
         self._length += len(tokens)
         self.fed.append(len(tokens))
-        logits = np.zeros(16, np.float32)
-        logits[self._answers[self.length]] = 99.0
-        return logits
+        row = self._row(self.length)
+        return np.array([row.get(token, 0.0) for token in range(16)], np.float32)
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def one_hot(answers: Sequence[int]) -> Rows:
+    """Is sure of one token at every position: `answers[position]`."""
+    return Rows(lambda position: {answers[position]: 99.0})
 
 
 def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: float = 0.0) -> Continuation:
@@ -82,7 +88,7 @@ def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: fl
 
 def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     """The prompt in one piece, then a token at a time, as drafting goes; matches at three of four positions."""
-    draft = OneHot([0, 0, 5, 6, 9, 8])
+    draft = one_hot([0, 0, 5, 6, 9, 8])
     (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 6, 7, 8))], num_ids=16), "t")
     assert draft.fed == [2, 1, 1, 1]
     assert (measured.rate, measured.tested_tokens, measured.target) == (0.75, 4, "t")
@@ -90,23 +96,10 @@ def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     assert [row.tokens_per_pass for row in measured.by_depth] == [1.667, 3.0, 3.0]
 
 
-class Graded(OneHot):
-    """As `OneHot`, but sure by `leads[position]` over token 9, and that over token 3 by 1."""
-
-    def __init__(self, answers: Sequence[int], leads: Sequence[float]) -> None:
-        super().__init__(answers)
-        self._leads = leads
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after the last token."""
-        logits = super().extend(tokens)
-        logits[9], logits[3] = 99.0 - self._leads[self.length], 98.0 - self._leads[self.length]
-        return logits
-
-
 def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
     """Among the best 1, 2, 4 and 8; by the lead of the best over the second, where there are tokens."""
-    draft = Graded([0, 0, 5, 5, 5, 5], [0, 0, 0.1, 0.2, 3.0, 9.0])
+    leads_of = [0, 0, 0.1, 0.2, 3.0, 9.0]  # of token 5 over token 9, and that over token 3 by 1
+    draft = Rows(lambda at: {5: 99.0, 9: 99.0 - leads_of[at], 3: 98.0 - leads_of[at]})
     (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 9, 3, 5))], num_ids=16), "t")
     assert draft.fed == [2, 1, 1, 1] and measured.rate == 0.5
     assert [(row.width, row.rate) for row in measured.by_width] == [(1, 0.5), (2, 0.75), (4, 1.0), (8, 1.0)]
@@ -117,7 +110,7 @@ def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
 
 def test_the_error_is_that_of_texts_which_differ() -> None:
     """Two texts, one always and one never accepted: a third is unknown."""
-    draft = OneHot([0, 5, 5, 5])
+    draft = one_hot([0, 5, 5, 5])
     texts = [continuation((1,), (5, 5)), continuation((1,), (6, 6))]
     (measured,) = summarize(measure_ranks(draft, texts, num_ids=16), "t")
     assert measured.rate == 0.5 and measured.error == pytest.approx(np.sqrt(2 * 1.0**2) / 4, abs=1e-4)
@@ -125,17 +118,18 @@ def test_the_error_is_that_of_texts_which_differ() -> None:
 
 def test_padding_columns_are_no_tokens() -> None:
     """A padded vocabulary's columns beyond the tokenizer's ids are never picked."""
-    (measured,) = summarize(measure_ranks(OneHot([0, 15]), [continuation((1,), (0,))], num_ids=8), "t")
+    (measured,) = summarize(measure_ranks(one_hot([0, 15]), [continuation((1,), (0,))], num_ids=8), "t")
     assert measured.rate == 1.0  # all real columns are equal, and ties go to the lowest id
 
 
 def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
     """An NPU's draft may be compiled for short sequences; if nothing fits, an error says so."""
     texts = [continuation((1,), (5,)), continuation((1, 1, 1), (5, 5))]
-    (measured,) = summarize(measure_ranks(OneHot([5] * 9, max_positions=3), texts, num_ids=16), "t")
+    long, short = (Rows(lambda at: {5: 99.0}, max_positions=most) for most in (3, 1))
+    (measured,) = summarize(measure_ranks(long, texts, num_ids=16), "t")
     assert measured.tested_tokens == 1
     with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
-        summarize(measure_ranks(OneHot([5] * 9, max_positions=1), texts, num_ids=16), "t")
+        summarize(measure_ranks(short, texts, num_ids=16), "t")
 
 
 def test_an_export_in_full_precision_agrees_with_its_source(
@@ -156,68 +150,38 @@ def test_an_export_in_full_precision_agrees_with_its_source(
     assert 1e-6 < found[True].mean_kl < 0.1 < stranger.mean_kl
 
 
-class ClockedTarget:
-    """A BatchRuntime whose steps of n tokens take 5 + 0.7 n ms on a clock of its own."""
-
-    block_size, num_blocks, limits = 32, 8, ModelLimits(16, 256)
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.steps: list[SequenceSlice] = []
-
-    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-        """Takes its time."""
-        (piece,) = batch
-        assert len(piece.blocks) * self.block_size >= piece.past + len(piece.tokens)
-        self.steps.append(piece)
-        self.now_s += (5.0 + 0.7 * len(piece.tokens)) / 1e3
-        return np.zeros((piece.num_rows, 16), np.float32)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 def test_a_targets_times_are_its_step_and_what_a_token_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that knows the answer; every step begins where the prompt ends."""
-    target = ClockedTarget()
-    monkeypatch.setattr(time, "perf_counter", lambda: target.now_s)
-    times = timing.time_target(target, [1] * 100)
+    """On a clock that knows the answer, 5 + 0.7 n ms for n tokens; every step begins where the prompt ends."""
+    clock, steps = Clock(), list[SequenceSlice]()
+
+    def step(batch: Sequence[SequenceSlice]) -> None:
+        steps.extend(batch)
+        clock.now += (5.0 + 0.7 * len(batch[0].tokens)) / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    times = timing.time_target(FakeBatchRuntime(vocab_size=16, on_step=step), [1] * 100)
     assert times.token_ms == pytest.approx(5.7) and times.extra_ms == pytest.approx(0.7)
     assert times.extend_tokens == 9 and times.extend_ms == pytest.approx(11.3)
-    assert {(piece.past, len(piece.tokens)) for piece in target.steps} == {
-        (0, 100),
-        *((100, n) for n in (1, 2, 3, 5, 9)),
-    }
+    assert {(piece.past, len(piece.tokens)) for piece in steps} == {(0, 100), *((100, n) for n in (1, 2, 3, 5, 9))}
 
 
-class ClockedDraft(OneHot):
-    """A SequenceRuntime whose steps of n tokens take 1 + 0.1 n ms on a clock of its own."""
+@pytest.mark.parametrize(("speed", "at_most"), [(1.0, None), (2000.0, 1 + 2 * (3 + 5))])
+def test_a_drafts_times_are_of_one_token_and_of_several(
+    speed: float, at_most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the stated context, which is what is left in the cache; a step of seconds is not repeated as often."""
+    clock, fed = Clock(), list[int]()
 
-    def __init__(self) -> None:
-        super().__init__([0] * 512)
-        self.now_s = 0.0
+    def step(tokens: Sequence[int]) -> None:
+        fed.append(len(tokens))
+        clock.now += speed * (1.0 + 0.1 * len(tokens)) / 1e3
 
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Takes its time."""
-        self.now_s += (1.0 + 0.1 * len(tokens)) / 1e3
-        return super().extend(tokens)
-
-
-def test_a_drafts_times_are_of_one_token_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near the stated context, which is what is left in the cache."""
-    draft = ClockedDraft()
-    monkeypatch.setattr(time, "perf_counter", lambda: draft.now_s)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    draft = FakeSequenceRuntime(vocab_size=16, on_step=step)
     times = timing.time_draft(draft, [1] * 128)
-    assert times.token_ms == pytest.approx(1.1) and times.extend_ms == pytest.approx(1.8)
+    assert times.token_ms == pytest.approx(speed * 1.1) and times.extend_ms == pytest.approx(speed * 1.8)
     assert times.extend_tokens == 8 and draft.length == 128
-
-
-def test_a_slow_model_is_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of seconds is not repeated as often as one of milliseconds."""
-    draft = ClockedDraft()
-    monkeypatch.setattr(time, "perf_counter", lambda: 2000.0 * draft.now_s)
-    timing.time_draft(draft, [1] * 8)
-    assert len(draft.fed) == 1 + 2 * (3 + 5)
+    assert at_most in (None, len(fed))
 
 
 def test_the_machine_is_its_processor_not_its_name() -> None:
@@ -229,39 +193,22 @@ def test_the_machine_is_its_processor_not_its_name() -> None:
     assert timing.machine(1).endswith(", 1 thread")
 
 
-class Flat(OneHot):
-    """Finds all tokens alike."""
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after the last token."""
-        return 0.0 * super().extend(tokens)
-
-
 def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
     """The draft is judged by the picks that it makes when it drafts: same seed, same position."""
     params = SamplingParams(temperature=0.8, seed=1)
     wanted = tuple(pick(np.zeros(16, np.float32), params, position) for position in (2, 3, 4))
-    (measured,) = summarize(measure_ranks(Flat([0] * 9), [Continuation((1, 2), wanted, params)], num_ids=16), "t")
+    (measured,) = summarize(measure_ranks(Rows(lambda at: {}), [Continuation((1, 2), wanted, params)], num_ids=16), "t")
     assert measured.rate == 1.0 and len(set(wanted)) > 1
-
-
-class Masked(OneHot):
-    """Has no score for token 7."""
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after the last token."""
-        logits = super().extend(tokens)
-        logits[7] = -np.inf
-        return logits
 
 
 def test_picks_without_a_score_are_counted_apart() -> None:
     """A guess that is wrong had a score; one that no token writes had none."""
     texts = [Continuation((1,), (5, 7, 6, 7), SamplingParams(temperature=t, seed=1)) for t in (0.0, 0.8)]
-    for found in summarize(measure_ranks(Masked([5] * 9), texts, num_ids=16), "t"):
+    draft = Rows(lambda at: {5: 99.0, 7: -np.inf})
+    for found in summarize(measure_ranks(draft, texts, num_ids=16), "t"):
         assert (found.unscored, found.rate) == (0.5, 0.25)
     assert '"unscored":0.5' in found.model_dump_json()
-    (scored,) = summarize(measure_ranks(Masked([5] * 9), [continuation((1,), (5, 6))], num_ids=16), "t")
+    (scored,) = summarize(measure_ranks(draft, [continuation((1,), (5, 6))], num_ids=16), "t")
     assert scored.unscored == 0.0 and "unscored" not in scored.model_dump_json()  # versions before it read that
 
 
