@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,7 +63,8 @@ def test_a_pair_is_exported_checked_and_measured(pair: tuple[Bundle, Bundle]) ->
     draft, target = (Bundle.open(bundle.path) for bundle in pair)
     assert (draft.manifest.role, draft.manifest.precision) == ("draft", "int8")
     assert (target.manifest.role, target.manifest.precision) == ("target", "fp32")
-    assert draft.manifest.quantization is not None and target.manifest.quantization is target.manifest.widened is None
+    assert draft.manifest.quantization is not None
+    assert target.manifest.quantization is None and target.manifest.widened is None
     assert draft.manifest.architecture.vocab_size == 384 and target.manifest.architecture.vocab_size == 320
     assert draft.manifest.tokenizer_fingerprint == target.manifest.tokenizer_fingerprint
     assert draft.tokenizer().size == draft.manifest.architecture.tokenizer_size <= 320
@@ -163,15 +165,9 @@ def test_the_cache_exports_once_for_all_who_ask_at_once(
     sources: PairPaths, tmp_path: Path, counted_exports: list[Path]
 ) -> None:
     """One exports, the others wait and use the result."""
-    found: list[PairPaths] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(export_reference_pair(tmp_path, source=sources))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1 and len(found) == 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: export_reference_pair(tmp_path, source=sources), range(4)))
+    assert len(set(found)) == 1
     assert counted_exports == [found[0].target, found[0].draft]
     assert Bundle.open(found[0].draft).manifest.role == "draft"
 

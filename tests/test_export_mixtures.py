@@ -151,7 +151,7 @@ def test_a_broken_expert_is_refused(
     else:
         monkeypatch.setattr(build, "finish_ir", finish)
         message = f"matrix [15] of {name} differs from the source's"
-    options = ExportOptions("target", precision, num_threads=1)
+    options = ExportOptions("draft", precision, num_threads=1)
     with (
         pytest.raises(ExportError, match=message),
         stage_export(read_source(mixtral), tmp_path / "out", options, silent, StageStore(tmp_path / "store")),

@@ -14,9 +14,10 @@ from tests.requests import flat_request
 from tests.serving import save_fake_tokenizer
 from typer.testing import CliRunner
 
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import vllm_target
-from outrider.cloud.server.options import EngineName, Exactness, ServeOptions, TreeForm
+from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
 from outrider.cloud.vllm import checks
 from outrider.cloud.vllm.extension import OutriderExtension
 from outrider.cloud.vllm.graph_sizes import graph_arguments

@@ -1,4 +1,6 @@
-"""Checks what vLLM must not do, whatever the user has set: report usage, load others' code, unpickle for strangers."""
+"""Checks what vLLM must not do, whatever the user has set: report usage, load others' code, unpickle for strangers. And
+what a server checks of vLLM at its start.
+"""
 
 from __future__ import annotations
 

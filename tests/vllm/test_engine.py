@@ -57,18 +57,6 @@ def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     assert len(vllm.engine._processes._works) <= 3
 
 
-def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: SharedEngine) -> None:
-    """Drafts may overtake their request, which goes another way."""
-    gate = vllm.gate()
-    expected, found = vllm.target_tokens(PROMPT, 20), Collector()
-    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
-    for _ in range(200):
-        vllm.engine.draft(number, 0, [expected[:10]])
-    gate.open()
-    end = found.wait()
-    assert found.tokens == expected and end.usage.target_passes < 20
-
-
 def test_drafts_that_the_engine_process_cannot_take_are_refused(
     vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
