@@ -144,6 +144,15 @@ def test_no_prompt_is_in_two_parts(
     assert split_prompts(prompts[::-1], heldout, seed=seed, max_tokens=4).train == split.train
 
 
+@given(count=st.integers(1, 20), first=st.integers(0, 60), size=st.integers(0, 50), seed=st.integers(0, 9))
+def test_an_endless_shuffle_is_the_same_wherever_one_begins(count: int, first: int, size: int, seed: int) -> None:
+    """Any piece equals that piece of the whole, and every round has everything once."""
+    whole = pool.shuffled(count, seed, 0, first + size)
+    assert np.array_equal(pool.shuffled(count, seed, first, size), whole[first:])
+    for start in range(0, len(whole) - count + 1, count):
+        assert sorted(whole[start : start + count]) == list(range(count))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing_that_is_recorded(family: str, tiny_source: Callable[[str], Path]) -> None:
     """In every family, prompts of different lengths in one batch: rows, normalizers and logits as of each row alone."""

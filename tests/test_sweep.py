@@ -15,7 +15,7 @@ from tests.export_cli import run_export
 from tests.test_card import acceptance, timed
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export.cli.display import print_comparison
+from outrider.export.cli.display import figure_table, print_comparison
 from outrider.export.make import sweep
 from outrider.export.make.pair import Judging, PairOptions, PairPaths
 from outrider.export.make.pipeline import StagedExport, stage_export
@@ -145,6 +145,15 @@ def test_drafts_timed_on_a_busy_machine_are_named(like: Manifest) -> None:
     assert found.load_warning() == words
     assert f"<strong>Warning:</strong> {words}" in card_html(drafts, None, found)
     assert compare(drafts[1:2], [25.0]).load_warning() is None
+
+
+def test_a_table_that_does_not_fit_wraps_its_figures_and_keeps_the_names() -> None:
+    """As speeds at five round trips do in a terminal of 80 columns."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    places = [f"at {10 * number} ms" for number in range(1, 6)]
+    console.print(figure_table("speeds", *places, first="draft", rows=[("int8-onnx", *["123.4 (1.85x)"] * 5)]))
+    text = console.export_text()
+    assert "int8-onnx" in text and "…" not in text and text.count("123.4") == text.count("(1.85x)") == 5
 
 
 @pytest.mark.parametrize("columns", [60, 140])
