@@ -23,6 +23,7 @@ from filelock import FileLock
 from hypothesis import settings
 from tests import tiny_models
 from tests.waiting import run
+from tools import tiny_sources
 
 if TYPE_CHECKING:
     from tests.cascades import Cascade
@@ -161,6 +162,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_source("phi3")` is a whole source of that family, made once."""
+    root = tmp_path_factory.mktemp("tiny-sources")
+    return functools.cache(lambda family: tiny_sources.make_tiny_source(family, root / family))
 
 
 @pytest.fixture(scope="session")

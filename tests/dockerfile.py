@@ -1,4 +1,4 @@
-"""Reads Dockerfiles as far as tests/test_deploy_docker.py needs: stages, instructions, exec forms."""
+"""Reads Dockerfiles as far as tests/test_deploy.py needs: stages, instructions, exec forms."""
 
 from __future__ import annotations
 

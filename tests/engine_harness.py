@@ -87,9 +87,10 @@ class Collector:
         """The code of the error that ended the request; None if it ended well."""
         return self.ended.error.code if self.ended.error is not None else None
 
-    def wait(self) -> None:
+    def wait(self) -> EndEvent:
         """Waits for the end, where the engine runs in another thread."""
         assert self._has_ended.wait(HANG_S), "a request without an end"
+        return self.ended
 
 
 def submitted(thread: EngineThread, prompt: Sequence[int], count: int) -> Collector:

@@ -1,4 +1,4 @@
-"""Reads quantized matrices back from bundles, as the runtimes compute with them: ONNX blocks and an IR's INT8."""
+"""Reads quantized matrices back from ONNX graphs, as the runtime computes with them (IRs: tests/stored_weights.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from outrider.export.convert.symmetric import SymmetricWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +77,3 @@ def _nibbles(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
-
-
-def read_symmetric(xml: Path) -> dict[str, SymmetricWeights]:
-    """Every matrix that `compress_int8_symmetric` wrote into the IR at `xml`, by its name in the graph.
-
-    Names are the source's with "self." in front ("self.model.layers.0.mlp.up_proj.weight"); a tied embedding appears
-    once. Fails for INT8 weights in another format.
-    """
-    import openvino as ov
-
-    weights: dict[str, SymmetricWeights] = {}
-    for node in ov.Core().read_model(xml).get_ordered_ops():
-        if node.get_type_name() != "Constant" or node.output(0).get_element_type() != ov.Type.i8:
-            continue
-        name = node.get_friendly_name()
-        multiply = _only_reader(_only_reader(node, "Convert", name), "Multiply", name)
-        scale = multiply.input_value(1).get_node()
-        assert scale.get_type_name() == "Constant" and scale.output(0).get_element_type() == ov.Type.f32, name
-        weights[name] = SymmetricWeights(node.get_data().copy(), scale.get_data().copy())
-    return weights
-
-
-def dequantized(matrix: SymmetricWeights) -> NDArray[np.float32]:
-    """scale * integers, float32: what the runtime computes with."""
-    product: NDArray[np.float32] = matrix.integers.astype(np.float32) * matrix.scale
-    return product
-
-
-def _only_reader(node: Any, kind: str, name: str) -> Any:
-    readers = [target.get_node() for target in node.output(0).get_target_inputs()]
-    assert [reader.get_type_name() for reader in readers] == [kind], name
-    return readers[0]

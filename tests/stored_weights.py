@@ -42,7 +42,7 @@ def read_ir(xml: Path) -> dict[str, Stored]:
         if kind.is_real() and len(node.get_output_shape(0)) == 2:
             name = node.get_friendly_name().removesuffix("_compressed")
             found[name] = Stored(_numbers(node), kind.size * 8, 0, "", np.zeros(0))
-        elif kind.get_type_name() in ("u4", "u8", "i8") and len(node.get_output_shape(0)) in (2, 3):
+        elif kind.get_type_name() in ("i4", "u4", "i8", "u8") and len(node.get_output_shape(0)) in (2, 3):
             found[node.get_friendly_name()] = _integers(node)
     return found
 
@@ -58,7 +58,7 @@ def _integers(constant: Any) -> Stored:
     values = (integers - zero) * scales
     return Stored(
         values=values.reshape(len(values), -1),
-        bits=4 if constant.get_output_element_type(0).get_type_name() == "u4" else 8,
+        bits=4 if constant.get_output_element_type(0).get_type_name() in ("i4", "u4") else 8,
         group=integers.size // scales.size,
         scale_type=scale.get_output_element_type(0).get_type_name(),
         scales=scales.ravel(),

@@ -1,7 +1,11 @@
-"""What the report card shows is measured as drafting goes: acceptance, ranks, leads, times."""
+"""What the report card shows is measured as drafting goes: acceptance, ranks, leads, times.
+
+A draft with another tokenizer is judged through a map of tokens, and its card says what that costs.
+"""
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -10,18 +14,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
+from tests.engine_harness import Clock
+from tests.export_cli import run_export
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from outrider.export.check import timing
 from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_ranks, play_rounds, summarize
 from outrider.export.check.parity import SequenceSteps
 from outrider.export.check.runner import measure_agreement, open_draft
+from outrider.export.check.token_mapping import measure_mapping, share_kept
+from outrider.export.cli.display import print_report
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
+from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
     leads,
+    require_text_kept,
+    warnings_of,
+    words_of_mapping,
 )
-from outrider.models.errors import ExportError
+from outrider.export.report.card_html import card_html
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import TokenMapping
+from outrider.models.errors import ExportError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import ModelLimits, OneSequence, SequenceSlice
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.text.vocabulary_map import VocabularyMap
 
 
 def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
@@ -30,43 +53,32 @@ def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
     assert play_rounds(matches, 4) == Rounds(tested=8, accepted=6, rounds=3)
     assert play_rounds(matches, 2) == Rounds(tested=7, accepted=5, rounds=4)
     assert play_rounds(matches[:3], 4) == Rounds()
+    # With short ends: 1 1 0 | 0 | 1 1 1 1 (and the free token after it) | 1
+    assert play_rounds(matches, 4, counts_short_ends=True) == Rounds(tested=9, accepted=7, rounds=4)
 
 
-def test_rounds_of_independent_tokens_are_as_long_as_theory_says() -> None:
-    """Mean tokens a pass against (1 - a^(k+1)) / (1 - a), and the rate of tested tokens against a."""
-    generator = np.random.default_rng(7)
-    texts = [generator.random(40) < 0.7 for _ in range(4000)]
-    for depth in (1, 2, 4, 8):
-        counts = sum((play_rounds(text, depth) for text in texts), Rounds())
-        assert counts.accepted / counts.tested == pytest.approx(0.7, abs=0.01)
-        assert (counts.accepted + counts.rounds) / counts.rounds == pytest.approx(
-            (1 - 0.7 ** (depth + 1)) / 0.3, rel=0.01
-        )
+class Rows(OneSequence):
+    """A SequenceRuntime of 16 tokens. row: logits after so many tokens, by token; those that it leaves out are 0."""
 
-
-class OneHot:
-    """A SequenceRuntime that is sure of one token at every position: `answers[position]`, [V] one-hot logits."""
-
-    def __init__(self, answers: Sequence[int], *, max_positions: int = 512) -> None:
-        self.limits = ModelLimits(16, max_positions)
-        self.length = 0
+    def __init__(self, row: Callable[[int], dict[int, float]], *, max_positions: int = 512) -> None:
+        super().__init__(ModelLimits(16, max_positions))
         self.fed: list[int] = []
-        self._answers = answers
+        self._row = row
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after the last token."""
-        self.length += len(tokens)
+        self._length += len(tokens)
         self.fed.append(len(tokens))
-        logits = np.zeros(16, np.float32)
-        logits[self._answers[self.length]] = 99.0
-        return logits
-
-    def truncate(self, length: int) -> None:
-        """Cuts back."""
-        self.length = length
+        row = self._row(self.length)
+        return np.array([row.get(token, 0.0) for token in range(16)], np.float32)
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def one_hot(answers: Sequence[int]) -> Rows:
+    """Is sure of one token at every position: `answers[position]`."""
+    return Rows(lambda position: {answers[position]: 99.0})
 
 
 def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: float = 0.0) -> Continuation:
@@ -76,7 +88,7 @@ def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: fl
 
 def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     """The prompt in one piece, then a token at a time, as drafting goes; matches at three of four positions."""
-    draft = OneHot([0, 0, 5, 6, 9, 8])
+    draft = one_hot([0, 0, 5, 6, 9, 8])
     (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 6, 7, 8))], num_ids=16), "t")
     assert draft.fed == [2, 1, 1, 1]
     assert (measured.rate, measured.tested_tokens, measured.target) == (0.75, 4, "t")
@@ -84,23 +96,10 @@ def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     assert [row.tokens_per_pass for row in measured.by_depth] == [1.667, 3.0, 3.0]
 
 
-class Graded(OneHot):
-    """As `OneHot`, but sure by `leads[position]` over token 9, and that over token 3 by 1."""
-
-    def __init__(self, answers: Sequence[int], leads: Sequence[float]) -> None:
-        super().__init__(answers)
-        self._leads = leads
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after the last token."""
-        logits = super().extend(tokens)
-        logits[9], logits[3] = 99.0 - self._leads[self.length], 98.0 - self._leads[self.length]
-        return logits
-
-
 def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
     """Among the best 1, 2, 4 and 8; by the lead of the best over the second, where there are tokens."""
-    draft = Graded([0, 0, 5, 5, 5, 5], [0, 0, 0.1, 0.2, 3.0, 9.0])
+    leads_of = [0, 0, 0.1, 0.2, 3.0, 9.0]  # of token 5 over token 9, and that over token 3 by 1
+    draft = Rows(lambda at: {5: 99.0, 9: 99.0 - leads_of[at], 3: 98.0 - leads_of[at]})
     (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 9, 3, 5))], num_ids=16), "t")
     assert draft.fed == [2, 1, 1, 1] and measured.rate == 0.5
     assert [(row.width, row.rate) for row in measured.by_width] == [(1, 0.5), (2, 0.75), (4, 1.0), (8, 1.0)]
@@ -111,7 +110,7 @@ def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
 
 def test_the_error_is_that_of_texts_which_differ() -> None:
     """Two texts, one always and one never accepted: a third is unknown."""
-    draft = OneHot([0, 5, 5, 5])
+    draft = one_hot([0, 5, 5, 5])
     texts = [continuation((1,), (5, 5)), continuation((1,), (6, 6))]
     (measured,) = summarize(measure_ranks(draft, texts, num_ids=16), "t")
     assert measured.rate == 0.5 and measured.error == pytest.approx(np.sqrt(2 * 1.0**2) / 4, abs=1e-4)
@@ -119,17 +118,18 @@ def test_the_error_is_that_of_texts_which_differ() -> None:
 
 def test_padding_columns_are_no_tokens() -> None:
     """A padded vocabulary's columns beyond the tokenizer's ids are never picked."""
-    (measured,) = summarize(measure_ranks(OneHot([0, 15]), [continuation((1,), (0,))], num_ids=8), "t")
+    (measured,) = summarize(measure_ranks(one_hot([0, 15]), [continuation((1,), (0,))], num_ids=8), "t")
     assert measured.rate == 1.0  # all real columns are equal, and ties go to the lowest id
 
 
 def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
     """An NPU's draft may be compiled for short sequences; if nothing fits, an error says so."""
     texts = [continuation((1,), (5,)), continuation((1, 1, 1), (5, 5))]
-    (measured,) = summarize(measure_ranks(OneHot([5] * 9, max_positions=3), texts, num_ids=16), "t")
+    long, short = (Rows(lambda at: {5: 99.0}, max_positions=most) for most in (3, 1))
+    (measured,) = summarize(measure_ranks(long, texts, num_ids=16), "t")
     assert measured.tested_tokens == 1
     with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
-        summarize(measure_ranks(OneHot([5] * 9, max_positions=1), texts, num_ids=16), "t")
+        summarize(measure_ranks(short, texts, num_ids=16), "t")
 
 
 def test_an_export_in_full_precision_agrees_with_its_source(
@@ -150,68 +150,38 @@ def test_an_export_in_full_precision_agrees_with_its_source(
     assert 1e-6 < found[True].mean_kl < 0.1 < stranger.mean_kl
 
 
-class ClockedTarget:
-    """A BatchRuntime whose steps of n tokens take 5 + 0.7 n ms on a clock of its own."""
-
-    block_size, num_blocks, limits = 32, 8, ModelLimits(16, 256)
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.steps: list[SequenceSlice] = []
-
-    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-        """Takes its time."""
-        (piece,) = batch
-        assert len(piece.blocks) * self.block_size >= piece.past + len(piece.tokens)
-        self.steps.append(piece)
-        self.now_s += (5.0 + 0.7 * len(piece.tokens)) / 1e3
-        return np.zeros((piece.num_rows, 16), np.float32)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 def test_a_targets_times_are_its_step_and_what_a_token_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that knows the answer; every step begins where the prompt ends."""
-    target = ClockedTarget()
-    monkeypatch.setattr(time, "perf_counter", lambda: target.now_s)
-    times = timing.time_target(target, [1] * 100)
+    """On a clock that knows the answer, 5 + 0.7 n ms for n tokens; every step begins where the prompt ends."""
+    clock, steps = Clock(), list[SequenceSlice]()
+
+    def step(batch: Sequence[SequenceSlice]) -> None:
+        steps.extend(batch)
+        clock.now += (5.0 + 0.7 * len(batch[0].tokens)) / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    times = timing.time_target(FakeBatchRuntime(vocab_size=16, on_step=step), [1] * 100)
     assert times.token_ms == pytest.approx(5.7) and times.extra_ms == pytest.approx(0.7)
     assert times.extend_tokens == 9 and times.extend_ms == pytest.approx(11.3)
-    assert {(piece.past, len(piece.tokens)) for piece in target.steps} == {
-        (0, 100),
-        *((100, n) for n in (1, 2, 3, 5, 9)),
-    }
+    assert {(piece.past, len(piece.tokens)) for piece in steps} == {(0, 100), *((100, n) for n in (1, 2, 3, 5, 9))}
 
 
-class ClockedDraft(OneHot):
-    """A SequenceRuntime whose steps of n tokens take 1 + 0.1 n ms on a clock of its own."""
+@pytest.mark.parametrize(("speed", "at_most"), [(1.0, None), (2000.0, 1 + 2 * (3 + 5))])
+def test_a_drafts_times_are_of_one_token_and_of_several(
+    speed: float, at_most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the stated context, which is what is left in the cache; a step of seconds is not repeated as often."""
+    clock, fed = Clock(), list[int]()
 
-    def __init__(self) -> None:
-        super().__init__([0] * 512)
-        self.now_s = 0.0
+    def step(tokens: Sequence[int]) -> None:
+        fed.append(len(tokens))
+        clock.now += speed * (1.0 + 0.1 * len(tokens)) / 1e3
 
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Takes its time."""
-        self.now_s += (1.0 + 0.1 * len(tokens)) / 1e3
-        return super().extend(tokens)
-
-
-def test_a_drafts_times_are_of_one_token_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near the stated context, which is what is left in the cache."""
-    draft = ClockedDraft()
-    monkeypatch.setattr(time, "perf_counter", lambda: draft.now_s)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    draft = FakeSequenceRuntime(vocab_size=16, on_step=step)
     times = timing.time_draft(draft, [1] * 128)
-    assert times.token_ms == pytest.approx(1.1) and times.extend_ms == pytest.approx(1.8)
+    assert times.token_ms == pytest.approx(speed * 1.1) and times.extend_ms == pytest.approx(speed * 1.8)
     assert times.extend_tokens == 8 and draft.length == 128
-
-
-def test_a_slow_model_is_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of seconds is not repeated as often as one of milliseconds."""
-    draft = ClockedDraft()
-    monkeypatch.setattr(time, "perf_counter", lambda: 2000.0 * draft.now_s)
-    timing.time_draft(draft, [1] * 8)
-    assert len(draft.fed) == 1 + 2 * (3 + 5)
+    assert at_most in (None, len(fed))
 
 
 def test_the_machine_is_its_processor_not_its_name() -> None:
@@ -223,22 +193,142 @@ def test_the_machine_is_its_processor_not_its_name() -> None:
     assert timing.machine(1).endswith(", 1 thread")
 
 
-def test_timing_prompts_fit_short_models() -> None:
-    """Room for the steps is left where a model's longest sequence is short."""
-    assert len(timing.timing_prompt((1, 2, 3), 4096)) == timing.CONTEXT
-    assert timing.timing_prompt((1, 2, 3), 24) == (1, 2, 3, 1, 2, 3)
-
-
 def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
     """The draft is judged by the picks that it makes when it drafts: same seed, same position."""
     params = SamplingParams(temperature=0.8, seed=1)
-    flat = OneHot([0] * 9)
-    flat.extend = lambda tokens: _flat(flat, tokens)  # type: ignore[method-assign]
     wanted = tuple(pick(np.zeros(16, np.float32), params, position) for position in (2, 3, 4))
-    (measured,) = summarize(measure_ranks(flat, [Continuation((1, 2), wanted, params)], num_ids=16), "t")
+    (measured,) = summarize(measure_ranks(Rows(lambda at: {}), [Continuation((1, 2), wanted, params)], num_ids=16), "t")
     assert measured.rate == 1.0 and len(set(wanted)) > 1
 
 
-def _flat(runtime: OneHot, tokens: Sequence[int]) -> NDArray[np.float32]:
-    runtime.length += len(tokens)
-    return np.zeros(16, np.float32)
+def test_picks_without_a_score_are_counted_apart() -> None:
+    """A guess that is wrong had a score; one that no token writes had none."""
+    texts = [Continuation((1,), (5, 7, 6, 7), SamplingParams(temperature=t, seed=1)) for t in (0.0, 0.8)]
+    draft = Rows(lambda at: {5: 99.0, 7: -np.inf})
+    for found in summarize(measure_ranks(draft, texts, num_ids=16), "t"):
+        assert (found.unscored, found.rate) == (0.5, 0.25)
+    assert '"unscored":0.5' in found.model_dump_json()
+    (scored,) = summarize(measure_ranks(draft, [continuation((1,), (5, 6))], num_ids=16), "t")
+    assert scored.unscored == 0.0 and "unscored" not in scored.model_dump_json()  # versions before it read that
+
+
+# -- through a map of tokens -------------------------------------------------------------------------------------------
+
+
+PROSE = "The harbour was quiet that morning. Two fishing boats lay at the pier, and\n  nobody spoke. "
+OPTIONS = PairOptions(
+    ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+    ExportOptions("target", "fp32", "torch", num_threads=1),
+)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random draft with byte-level BPE of longer tokens than the strangers'."""
+    root = tmp_path_factory.mktemp("bpe") / "other"
+    make_tiny_tokenizer(root, vocab_size=450, special_tokens=("<|stop|>",), text=(PROSE * 9,))
+    return make_tiny_model("llama", root, vocab_size=450, seed=5, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def wordpiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random draft with a tokenizer like BERT's: lower case, and words without what is between them."""
+    tokenizer = Backend(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[UNK]", "[SEP]"]
+    tokenizer.train_from_iterator(
+        (PROSE * 9, *SAMPLE_TEXT),
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False),
+    )
+    root = tmp_path_factory.mktemp("wordpiece") / "wordpiece"
+    root.mkdir()
+    tokenizer.save(str(root / "tokenizer.json"))
+    (root / "tokenizer_config.json").write_text('{"eos_token": "[SEP]"}')
+    return make_tiny_model("llama", root, vocab_size=300, seed=5, num_hidden_layers=1)
+
+
+def mapping_of(draft: Path, target: Path) -> TokenMapping:
+    """Of the prose."""
+    ours, theirs = Tokenizer.from_dir(draft), Tokenizer.from_dir(target)
+    return measure_mapping(VocabularyMap(theirs, ours), theirs, ours, [theirs.encode(PROSE), theirs.encode("x_1")])
+
+
+def test_a_tokenizer_that_keeps_every_text_covers_some_ids(bpe: Path, strangers: PairPaths) -> None:
+    """The bytes and the merges that both have; nothing is changed, and the draft may be written."""
+    found = mapping_of(bpe, strangers.target)
+    assert (found.text_kept, found.changes) == (1.0, ())
+    assert 256 / 300 < found.ids_covered < 1.0 and 0.5 < found.text_covered <= 1.0
+    assert found.target_tokenizer == Tokenizer.from_dir(strangers.target).fingerprint
+    require_text_kept(found, "a", "b")
+
+
+def test_a_tokenizer_that_changes_texts_is_recognised(wordpiece: Path, strangers: PairPaths) -> None:
+    """Case, line breaks and spaces are lost: far less than all comes back, and the draft is refused in those words."""
+    found = mapping_of(wordpiece, strangers.target)
+    assert found.text_kept < 0.7
+    assert {"upper case", "line breaks", "runs of spaces"} <= set(found.changes)
+    with pytest.raises(ExportError, match=r"draft a cannot write the text of b: .* upper case, line breaks.*--force"):
+        require_text_kept(found, "a", "b")
+
+
+def test_the_kept_share_counts_lines_from_both_ends(wordpiece: Path, bpe: Path) -> None:
+    """A lower-case word in the middle of a line costs what is between the changes; a lost line break one character."""
+    tokenizer = Tokenizer.from_dir(wordpiece)
+    assert share_kept(tokenizer, ["the boats lay"]) == 1.0
+    assert share_kept(tokenizer, ["the boats Lay"]) == 12 / 13
+    assert share_kept(tokenizer, ["the boats\n"]) == 9 / 10
+    assert share_kept(Tokenizer.from_dir(bpe), [PROSE, "  x = 1\n", "東京 😀"]) == 1.0
+    assert share_kept(tokenizer, []) == 1.0
+
+
+def test_a_pair_of_two_tokenizers_is_judged_and_its_card_says_so(
+    bpe: Path, strangers: PairPaths, tmp_path: Path
+) -> None:
+    """In the manifest, the terminal and the page; the bundle's identity does not depend on it."""
+    draft, _ = export_pair(bpe, strangers.target, tmp_path / "out", options=OPTIONS, judging=Judging(is_forced=True))
+    manifest = Bundle.open(draft.path).manifest
+    mapping = manifest.report.mapping
+    assert mapping is not None and mapping.text_kept == 1.0 and len(manifest.report.acceptance) == 3
+    words = words_of_mapping(manifest)
+    assert words is not None and words.startswith(
+        f"Another tokenizer than the target's: one draft token writes {mapping.ids_covered:.0%} of the target's ids and"
+    )
+    console = Console(width=400, record=True, file=io.StringIO())
+    print_report(console, draft)
+    assert words in console.export_text()
+    assert words.replace("'", "&#39;") in card_html([manifest])
+    report = manifest.report.model_copy(update={"mapping": None})
+    assert manifest.model_copy(update={"report": report}).digest == manifest.digest
+    assert '"mapping"' in manifest.to_json()
+    assert '"mapping"' not in manifest.model_copy(update={"report": report}).to_json()
+
+
+def test_a_draft_that_cannot_write_the_text_is_refused_unless_forced(
+    wordpiece: Path, strangers: PairPaths, tmp_path: Path
+) -> None:
+    """By the pair and by the sweep; forced, the card warns."""
+    for make in (export_pair, sweep_pair):
+        with pytest.raises(ExportError, match="wordpiece cannot write the text of target: its tokenizer changes"):
+            make(wordpiece, strangers.target, tmp_path / "out", options=OPTIONS)
+        assert not (tmp_path / "out").exists()
+    forced = Judging(is_forced=True)
+    draft, _ = export_pair(wordpiece, strangers.target, tmp_path / "out", options=OPTIONS, judging=forced)
+    (said,) = [words for words in warnings_of(draft.manifest) if "cannot write" in words]
+    assert "upper case" in said and "keeps a text as it is" in said
+
+
+def test_the_command_can_ask_for_one_tokenizer(
+    bpe: Path,
+    strangers: PairPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Then two are refused, by the first difference."""
+    out = tmp_path / "out"
+    assert run_export(monkeypatch, "pair", str(bpe), str(strangers.target), "--out", str(out), "--same-tokenizer") == 2
+    assert "first difference" in capsys.readouterr().err
+    with pytest.raises(TokenizerMismatch):
+        sweep_pair(bpe, strangers.target, out, judging=Judging(same_tokenizer=True))

@@ -144,6 +144,7 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         assert not self.open, self.open
+        self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Opens."""
@@ -151,11 +152,6 @@ class Page(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
         if tag != "meta":
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Opens and closes, as SVG does."""
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
 
     def handle_endtag(self, tag: str) -> None:
         """Closes the last opened."""
@@ -165,24 +161,20 @@ class Page(HTMLParser):
         """Text."""
         self.words.append(data)
 
-    @property
-    def text(self) -> str:
-        """All that it says."""
-        return " ".join(" ".join(self.words).split())
 
-
-def pages_of(pair: PairPaths) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def pages(reference_pair: PairPaths) -> dict[str, str]:
     """The page of a pair, of a draft alone without a target, and of a target alone."""
-    draft, target = (Bundle.open(path).manifest for path in (pair.draft, pair.target))
+    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
     assert draft.report.timing is not None
     timing = draft.report.timing.model_copy(update={"forecast": None})
     alone = draft.model_copy(update={"report": draft.report.model_copy(update={"acceptance": (), "timing": timing})})
     return {"pair": card_html([draft], target), "draft": card_html([alone]), "target": card_html([], target)}
 
 
-def test_the_page_needs_nothing_else(reference_pair: PairPaths) -> None:
+def test_the_page_needs_nothing_else(pages: dict[str, str]) -> None:
     """Well-formed, without scripts, and without anything to fetch; all of its links stay inside it."""
-    for page in map(Page, pages_of(reference_pair).values()):
+    for page in map(Page, pages.values()):
         assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
         for name, value in page.attributes:
             assert not name.startswith("on")
@@ -192,34 +184,30 @@ def test_the_page_needs_nothing_else(reference_pair: PairPaths) -> None:
                 assert "://" not in value
 
 
-def test_the_page_shows_what_was_measured(reference_pair: PairPaths) -> None:
-    """Plots and tables of a pair; a draft without a target has no acceptance to show, nor what follows from it."""
-    pages = {name: Page(text) for name, text in pages_of(reference_pair).items()}
-    assert [pages[name].tags.count("svg") for name in ("pair", "draft", "target")] == [3, 1, 1]
+def test_the_page_shows_what_was_measured(reference_pair: PairPaths, pages: dict[str, str]) -> None:
+    """The verdict in plain words before any figure, plots and tables of a pair; a draft without a target has no
+    acceptance to show, nor what follows from it.
+    """
+    read = {name: Page(text) for name, text in pages.items()}
+    assert [read[name].tags.count("svg") for name in ("pair", "draft", "target")] == [3, 1, 1]
     manifest = Bundle.open(reference_pair.draft).manifest
     found = judged(manifest.report.acceptance)
     assert found is not None and manifest.report.timing is not None and manifest.report.timing.forecast is not None
     even_ms = manifest.report.timing.forecast.breaks_even_ms
     for words in (f"{found.rate:.3f}", "Predicted speed-up", "stop-and-wait", f"breaks even at {even_ms:.0f} ms"):
-        assert words in pages["pair"].text
-        assert words not in pages["draft"].text
-    assert (
-        "step after rollback" in pages["draft"].text
-        and "argmaxes equal to the unquantized model's" in pages["target"].text
-    )
-
-
-def test_the_page_begins_with_the_verdict_and_explains_its_figures(reference_pair: PairPaths) -> None:
-    """In plain words, before any figure."""
+        assert words in read["pair"].text
+        assert words not in read["draft"].text
+    assert "step after rollback" in read["draft"].text
+    assert "argmaxes equal to the unquantized model's" in read["target"].text
     for name, path in (("pair", reference_pair.draft), ("target", reference_pair.target)):
-        text = Page(pages_of(reference_pair)[name]).text
+        text = read[name].text
         assert 0 < text.index(verdict(Bundle.open(path).manifest)) < text.index(" MB size")
         assert "KL divergence: how far its probabilities are from that model's" in text
 
 
-def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(reference_pair: PairPaths) -> None:
+def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(pages: dict[str, str]) -> None:
     """Every table is in a named region that takes the focus; shadows and a hint show that there is more."""
-    text = pages_of(reference_pair)["pair"]
+    text = pages["pair"]
     page = Page(text)
     assert page.tags.count("table") == text.count('role="region"') == text.count('tabindex="0"') == 6
     assert text.count("The table scrolls sideways") == 6 and "linear-gradient" in text
@@ -227,12 +215,20 @@ def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(reference_p
     assert len(names) == 6 and names <= {value for name, value in page.attributes if name == "id"}
 
 
-def test_plots_are_readable_on_a_phone(reference_pair: PairPaths) -> None:
+def test_plots_are_readable_on_a_phone(pages: dict[str, str]) -> None:
     """At 360 pixels, 320 of them for the plot, no letter is smaller than 10; the page does not shrink or stretch it."""
-    for svg in re.findall(r"<svg.*?</svg>", pages_of(reference_pair)["pair"], flags=re.DOTALL):
+    for svg in re.findall(r"<svg.*?</svg>", pages["pair"], flags=re.DOTALL):
         width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])  # type: ignore[index]
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
         assert sizes and min(sizes) * 320 / width >= 10.0
+
+
+def test_the_page_warns_and_shows_any_name_as_text(reference_pair: PairPaths) -> None:
+    """As the terminal does; a name is never markup."""
+    draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
+    page = Page(card_html([judged_at(draft, 0.45)]))
+    assert "Warning: acceptance is 0.45" in page.text
+    assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
 
 
 def test_drafts_that_branch_are_points_where_the_table_has_them(reference_pair: PairPaths) -> None:
@@ -249,19 +245,6 @@ def test_drafts_that_branch_are_points_where_the_table_has_them(reference_pair: 
             assert len(re.findall(f"<use .*fill: {colour}", svg)) == num_points + 1  # and one in the legend
             assert not re.search(f"fill: none; stroke: {colour}", svg)
         assert re.search(f"fill: none; stroke: {COLOURS[0]}", svg)  # the formula's curve is one
-
-
-def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:
-    """A model may have any name; it is shown as text, never as markup."""
-    draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
-    page = Page(card_html([draft]))
-    assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
-
-
-def test_the_page_warns(reference_pair: PairPaths) -> None:
-    """As the terminal does."""
-    page = Page(card_html([judged_at(Bundle.open(reference_pair.draft).manifest, 0.45)]))
-    assert "Warning: acceptance is 0.45" in page.text
 
 
 def test_inspect_makes_the_page_of_any_bundle(

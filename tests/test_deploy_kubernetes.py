@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import pytest
 import yaml
 from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
+from tools.release import project_version
 
 from outrider.cloud.api.app import PROBE_PATHS
+from outrider.cloud.server.replicated import OpenReplica
+from outrider.models.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "deploy" / "kubernetes"
@@ -74,14 +78,7 @@ def test_the_containers_command_is_one_of_the_server() -> None:
     assert {volume["name"] for volume in POD["volumes"]} == {mount["name"] for mount in mounts.values()}
     keys = Path(options["api_key_file"])
     assert mounts[str(keys.parent)]["readOnly"] and keys.name in load("secret.example.yaml")["stringData"]
-    assert SERVER["image"].split(":")[1] == project_version()
-
-
-def project_version() -> str:
-    """The version in pyproject.toml."""
-    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found
-    return found[1]
+    assert SERVER["image"].split(":")[1] == project_version(ROOT)
 
 
 def test_probes_ask_what_the_server_answers_without_a_key() -> None:
@@ -293,8 +290,15 @@ def test_the_ray_application_is_the_servers(place: str, monkeypatch: pytest.Monk
     (application,) = configured["applications"]
     assert (configured["proxy_location"], application["route_prefix"]) == ("Disabled", None)
     module, _, function = application["import_path"].partition(":")
-    front = getattr(importlib.import_module(module), function)(application["args"])._bound_deployment
+    builder = getattr(importlib.import_module(module), function)
+    front = builder(application["args"])._bound_deployment
     options, _, replicas = front.init_args
+    make, *_ = replicas._bound_deployment.init_args
+    assert isinstance(make, OpenReplica) and make.options.ray  # so that its prefixes are written at once
+    assert make.options.api_key_file is None and replace(make.options, api_key_file=options.api_key_file) == options
+    for wrong, message in (({"bogus": 1}, "'bogus' is no option"), ({"port": "high"}, "'port'")):
+        with pytest.raises(ConfigError, match=message):
+            builder({**application["args"], **wrong})
     made = {each.name: each for each in (front, replicas._bound_deployment)}
     for deployment in application.get("deployments", ()):
         assert deployment["name"] in made

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tools.tiny_sources import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from typer.testing import CliRunner
 
@@ -40,6 +40,7 @@ OPTIONS = DistillOptions(
     is_compiled=False,
     device="cpu",
 )
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 WORDS = ("def", "verify", "tokens", "draft", "session", "class", "return", "True", "False", "naïve", "东", "42")
 
 
@@ -86,38 +87,31 @@ def hashes(directory: Path) -> dict[str, str]:
     return {path.name: hash_file(path) for path in sorted(directory.iterdir())}
 
 
-class Heard:
-    """Collects events."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __call__(self, event: Event) -> None:
-        self.texts.append(f"{event.stage}: {event.text}")
-
-    def __contains__(self, part: str) -> bool:
-        return any(part in text for text in self.texts)
+def said(events: Sequence[Event]) -> str:
+    """All of them in words."""
+    return "\n".join(f"{event.stage}: {event.text}" for event in events)
 
 
-def test_a_draft_learns_what_its_target_writes(uninterrupted: DistillResult) -> None:
-    """Held-out acceptance rises beyond chance, at every temperature where there is any, and divergence falls."""
-    heldout = record_of(uninterrupted)["heldout"]
-    assert (uninterrupted.status, record_of(uninterrupted)["verdict"]) == ("written", "better")
+def test_a_draft_learns_what_its_target_writes(
+    uninterrupted: DistillResult, pair: PairPaths, prompts: Path, tmp_path: Path
+) -> None:
+    """Held-out acceptance rises beyond chance, at every temperature where there is any, and divergence falls.
+
+    The record has hashes of both sources and of the new weights, the parts of the prompts, the best step; never a
+    prompt's text. Everything but the weights is the draft's byte for byte, nothing lies about, the exporter takes it.
+    """
+    heldout, out = record_of(uninterrupted)["heldout"], uninterrupted.path
+    assert (uninterrupted.status, record_of(uninterrupted)["verdict"]) == ("written", "better") and out is not None
     assert heldout["change"]["mean"]["rise"] > 3 * heldout["change"]["mean"]["error"] > 0
     assert all(
         after < 0.9 * before for before, after in zip(heldout["before"]["kl"], heldout["after"]["kl"], strict=True)
     )
     assert [row["temperature"] for row in heldout["after"]["acceptance"]] == [0.0, 0.5, 0.8]
-
-
-def test_the_record_says_what_was_made_from_what(uninterrupted: DistillResult, pair: PairPaths, prompts: Path) -> None:
-    """Hashes of both sources and of the new weights, the parts of the prompts, the best step; never a prompt's text."""
-    assert uninterrupted.path is not None
-    record = json.loads((uninterrupted.path / "distillation.json").read_text(encoding="utf-8"))
+    record = json.loads((out / "distillation.json").read_text(encoding="utf-8"))
     assert record == record_of(uninterrupted)
     assert record["draft"]["weights_sha256"] == read_source(pair.draft).describe().weights_sha256
     assert record["target"]["weights_sha256"] == read_source(pair.target).describe().weights_sha256
-    assert record["weights"] == {"model.safetensors": hash_file(uninterrupted.path / "model.safetensors")}
+    assert record["weights"] == {"model.safetensors": hash_file(out / "model.safetensors")}
     parts = [record["prompts"][name] for name in ("train", "validation", "test", "dropped")]
     assert sum(parts) == 100 and parts[2] == 10 and parts[3] == 0
     steps = {one["step"]: one["match"] for one in record["training"]["validation"]}
@@ -126,33 +120,26 @@ def test_the_record_says_what_was_made_from_what(uninterrupted: DistillResult, p
     assert best > 0 and steps[best] == max(steps.values())
     text = json.dumps(record, ensure_ascii=False)
     assert not any(line in text for line in prompts.read_text(encoding="utf-8").splitlines())
-
-
-def test_the_output_is_a_draft_like_the_one_it_came_from(
-    uninterrupted: DistillResult, pair: PairPaths, tmp_path: Path
-) -> None:
-    """Everything but the weights is the draft's byte for byte, nothing lies about, and the exporter takes it."""
-    assert uninterrupted.path is not None
-    ours, theirs = hashes(uninterrupted.path), hashes(pair.draft)
+    ours, theirs = hashes(out), hashes(pair.draft)
     assert set(ours) == {*theirs, "distillation.json"}
     assert {name for name in theirs if ours[name] != theirs[name]} == {"model.safetensors"}
-    assert [path.name for path in uninterrupted.path.parent.iterdir()] == ["out"]
-    bundle = export_model(uninterrupted.path, tmp_path / "bundle", ExportOptions("draft", "fp32", num_threads=1))
-    assert bundle.manifest.source.weights_sha256 == read_source(uninterrupted.path).describe().weights_sha256
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    bundle = export_model(out, tmp_path / "bundle", ExportOptions("draft", "fp32", num_threads=1))
+    assert bundle.manifest.source.weights_sha256 == read_source(out).describe().weights_sha256
 
 
 def run_until(command: list[str], line: str, number: signal.Signals) -> tuple[int, str]:
     """Runs the console script, sends a signal when it says `line`, and returns its status and what else it said."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
-        said: list[str] = []
+        lines: list[str] = []
         for heard in process.stderr:
-            said.append(heard)
+            lines.append(heard)
             if line in heard:
                 process.send_signal(number)
                 break
         rest = process.stderr.read()
-        assert any(line in heard for heard in said), said
+        assert line in lines[-1], lines
         return process.wait(), rest
 
 
@@ -170,9 +157,9 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     assert status == 128 + signal.SIGTERM
     assert "the same command continues" in rest and "Traceback" not in rest
     assert not out.exists()
-    heard = Heard()
-    result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, heard)
-    assert "resumed at step" in heard
+    heard: list[Event] = []
+    result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, heard.append)
+    assert "resumed at step" in said(heard)
     assert without_times(record_of(result)) == without_times(record_of(uninterrupted))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -198,10 +185,11 @@ def test_a_draft_with_another_tokenizer_learns_the_targets_text(
     stranger: Path, pair: PairPaths, prompts: Path, tmp_path: Path
 ) -> None:
     """In its own tokens, by cross-entropy, which falls; acceptance rises; the record names both tokenizers."""
-    out, heard = tmp_path / "out", Heard()
-    result = distill_draft(stranger, pair.target, prompts, out, replace(OPTIONS, steps=40, rate=6e-3), heard)
+    out, heard = tmp_path / "out", list[Event]()
+    result = distill_draft(stranger, pair.target, prompts, out, replace(OPTIONS, steps=40, rate=6e-3), heard.append)
     record = record_of(result)
-    assert "stranger has another tokenizer than target" in heard and "--match and --cross-entropy have no" in heard
+    for words in ("stranger has another tokenizer than target", "--match and --cross-entropy have no"):
+        assert words in said(heard)
     before, after = record["heldout"]["before"], record["heldout"]["after"]
     assert all(now < 0.9 * was for was, now in zip(before["kl"], after["kl"], strict=True))
     assert (result.status, record["verdict"]) == ("written", "better")
@@ -225,27 +213,30 @@ def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, pr
     assert "FELL" in result.message and "--force" in result.message
     assert [row["in_chain"] for row in record_of(result)["heldout"]["before"]["acceptance"]] == [1.0, 1.0, 1.0]
     assert hashes(out) == {"distillation.json": hashlib.sha256(b"{}").hexdigest()}
-    heard = Heard()
-    forced = distill_draft(pair.target, pair.target, prompts, out, replace(options, force=True), heard)
+    heard: list[Event] = []
+    forced = distill_draft(pair.target, pair.target, prompts, out, replace(options, force=True), heard.append)
     assert (forced.status, forced.path) == ("written", out)
     assert record_of(forced)["verdict"] == "worse" and "FELL" in forced.message
     assert without_times(record_of(forced)) == without_times(record_of(result))
-    assert "step 1:" not in heard  # nothing was trained anew
+    assert "step 1:" not in said(heard)  # nothing was trained anew
 
 
 def test_a_changed_option_begins_anew_and_says_which(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
     """Another rate keeps the target's text, another seed does not; what was made for others is kept and named."""
     options = replace(OPTIONS, steps=2, tokens=1000, work=tmp_path / "work", force=True)
     assert "stays in" in distill_draft(pair.draft, pair.target, prompts, tmp_path / "a", options).message
-    heard = Heard()
-    distill_draft(pair.draft, pair.target, prompts, tmp_path / "b", replace(options, rate=1e-4), heard)
-    assert "continuing the target's text" in heard and "rows with" not in heard
-    heard = Heard()
-    distill_draft(pair.draft, pair.target, prompts, tmp_path / "c", replace(options, seed=5), heard)
-    assert "the target's text begins again" in heard and "seed 0, now 5" in heard and "rows with" in heard
-    heard = Heard()
-    distill_draft(pair.draft, pair.target, prompts, tmp_path / "d", replace(options, resume=False), heard)
-    assert "beginning again (--no-resume)" in heard and "rows with" in heard
+
+    def told(out: str, **changes: Any) -> str:
+        heard: list[Event] = []
+        distill_draft(pair.draft, pair.target, prompts, tmp_path / out, replace(options, **changes), heard.append)
+        return said(heard)
+
+    text = told("b", rate=1e-4)
+    assert "continuing the target's text" in text and "rows with" not in text
+    text = told("c", seed=5)
+    assert "the target's text begins again" in text and "seed 0, now 5" in text and "rows with" in text
+    text = told("d", resume=False)
+    assert "beginning again (--no-resume)" in text and "rows with" in text
 
 
 def test_an_output_that_may_not_be_replaced_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
@@ -290,14 +281,6 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
     assert distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True)).status == "written"
 
 
-def test_a_pool_that_cannot_fit_is_refused_before_the_work(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """More text than the disk has room for: reported with both numbers before the target writes a word."""
-    heard = Heard()
-    with pytest.raises(DiskFull, match=r"distilling needs about [\d,]+ MB at .* fewer --tokens"):
-        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, tokens=10**13), heard)
-    assert "rows with" not in heard and list(tmp_path.iterdir()) == []
-
-
 def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
     """Logits that are no numbers end it, with advice, before anything is learned from them."""
     from safetensors.numpy import load_file, save_file
@@ -330,43 +313,22 @@ def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
         replace(OPTIONS, **wrong)
 
 
-def test_rows_must_fit_both_models(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """A row longer than a model's positions is refused before any work, naming the model."""
-    with pytest.raises(ConfigError, match=r"600 tokens do not fit the 512 positions of draft"):
-        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, row_length=600))
-
-
-def test_a_device_that_is_not_there_is_said(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """CUDA asked for and absent is an error, never the CPU instead."""
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    with pytest.raises(RuntimeUnavailable, match="no CUDA device"):
-        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, device="cuda"))
-
-
-@pytest.fixture
-def in_folder(tmp_path: Path) -> Iterator[Path]:
-    """The working directory for one test."""
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    yield tmp_path
-    os.chdir(before)
-
-
-def test_the_command_prints_its_record_as_json(pair: PairPaths, prompts: Path, in_folder: Path) -> None:
-    """All of `--json` is one object: the status, the place and the record; the exit status is 0 once it is written."""
-    arguments = ["distill", str(pair.draft), str(pair.target), "--prompts", str(prompts), "--json", "--no-compile"]
-    arguments += ["--steps", "1", "--tokens", "500", "--row-length", "32", "--threads", "1", "--device", "cpu"]
-    arguments += ["--temperatures", "0.7,1", "--heldout", "0.2", "--force", "--cross-entropy", "0", "--match", "0"]
-    run = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
-    assert run.exit_code == 0
-    found = json.loads(run.stdout)
-    assert (found["status"], found["path"]) == ("written", str(in_folder / "distilled"))
-    assert found["prompts"]["test"] == 20
-    assert found["options"]["temperatures"] == [0.7, 1.0] and found["options"]["cross_entropy"] == 0.0
-    assert found["heldout"]["before"]["temperatures"] == [0.7, 1.0]
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"row_length": 600}, ConfigError, r"600 tokens do not fit the 512 positions of draft"),
+        ({"tokens": 10**13}, DiskFull, r"distilling needs about [\d,]+ MB at .* fewer --tokens"),
+        pytest.param({"device": "cuda"}, RuntimeUnavailable, "no CUDA device", marks=without_cuda),
+    ],
+)
+def test_what_cannot_be_done_here_is_refused_before_the_work(
+    changes: dict[str, Any], error: type[Exception], message: str, pair: PairPaths, prompts: Path, tmp_path: Path
+) -> None:
+    """A row longer than a model's positions, more text than the disk has room for, CUDA where there is none."""
+    heard: list[Event] = []
+    with pytest.raises(error, match=message):
+        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, **changes), heard.append)
+    assert "rows with" not in said(heard) and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -388,10 +350,23 @@ def test_a_run_without_a_draft_says_so_in_json_and_status(
     assert found.get("verdict") == (result.record or {}).get("verdict")
 
 
-def test_the_command_shows_before_and_after(pair: PairPaths, prompts: Path, in_folder: Path) -> None:
-    """Without --json there is a card with acceptance at three temperatures, and the verdict in words."""
+def test_the_command_shows_before_and_after_or_prints_its_record_as_json(
+    pair: PairPaths, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --json there is a card with acceptance at three temperatures, and the verdict in words. With it all is
+    one object: the status, the place and the record; the exit status is 0 once it is written.
+    """
+    monkeypatch.chdir(tmp_path)
     arguments = ["distill", str(pair.draft), str(pair.target), "--prompts", str(prompts), "--no-compile", "--force"]
     arguments += ["--steps", "1", "--tokens", "500", "--row-length", "32", "--threads", "1", "--device", "cpu"]
     run = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert all(f"acceptance, T {temperature}" in run.stdout for temperature in ("0", "0.5", "0.8"))
     assert "held-out acceptance" in run.stdout and "Written to" in run.stdout
+    arguments += ["--temperatures", "0.7,1", "--heldout", "0.2", "--cross-entropy", "0", "--match", "0"]
+    run = CliRunner().invoke(cli.app, [*arguments, "--json", "--overwrite"], catch_exceptions=False)
+    assert run.exit_code == 0
+    found = json.loads(run.stdout)
+    assert (found["status"], found["path"]) == ("written", str(tmp_path / "distilled"))
+    assert found["prompts"]["test"] == 20
+    assert found["options"]["temperatures"] == [0.7, 1.0] and found["options"]["cross_entropy"] == 0.0
+    assert found["heldout"]["before"]["temperatures"] == [0.7, 1.0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.distilled import sample, stored_pool
-from tools import tiny_sources as tiny
+from tools.tiny_sources import make_tiny_tokenizer
 
 from outrider.export.distill.prompts import split_prompts
+from outrider.export.distill.trainer.files import save_json, save_tensors
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
@@ -34,6 +35,29 @@ from outrider.export.distill.trainer import (  # noqa: E402
     rollout,
 )
 from outrider.export.distill.trainer.pool import Pool  # noqa: E402
+
+
+def sample(
+    model: Any, stop_ids: Sequence[int] = (), top_k: int = 300, length: int = 24, seed: int = 3
+) -> rollout.Rollout:
+    """Two rows of 24 tokens after prompts of 4 and 9."""
+    plan = rollout.PoolPlan(
+        0, row_length=length, temperatures=(0.5, 1.0), top_k=top_k, num_ids=300, stop_ids=tuple(stop_ids)
+    )
+    prompts = [list(range(5, 9)), list(range(20, 29))]
+    generator = torch.Generator().manual_seed(seed)
+    rows = rollout.sample_rows(model, prompts, torch.tensor([1.0, 1.0]), plan, generator)
+    assert rows is not None
+    return rows
+
+
+def stored_pool(folder: Path, rows: Sequence[rollout.Rollout]) -> Pool:
+    """A finished pool of the rows, one part each."""
+    for number, part in enumerate(rows):
+        save_tensors(asdict(part), folder / f"part-{number:05d}.pt")
+    made = {"parts": len(rows), "rows": sum(len(part) for part in rows), "is_complete": True}
+    save_json(made, folder / "pool.json")
+    return Pool(folder)
 
 
 def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
@@ -82,12 +106,12 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
     )
-    tiny.make_tiny_tokenizer(tmp_path, chat_template=template)
+    make_tiny_tokenizer(tmp_path, chat_template=template)
     tokenizer = Tokenizer.from_dir(tmp_path)
     ids = encode_prompts(["Hi", [{"role": "system", "content": "No"}]], tokenizer, is_chat=True)
     assert [tokenizer.decode(one) for one in ids] == ["<user>Hi<me>", "<system>No<me>"]
     assert tokenizer.decode(encode_prompts(["Hi"], tokenizer, is_chat=False)[0]) == "Hi"
-    tiny.make_tiny_tokenizer(tmp_path / "plain")
+    make_tiny_tokenizer(tmp_path / "plain")
     with pytest.raises(TokenizerError, match="no chat template"):
         encode_prompts(["Hi"], Tokenizer.from_dir(tmp_path / "plain"), is_chat=True)
 
@@ -129,19 +153,10 @@ def test_an_endless_shuffle_is_the_same_wherever_one_begins(count: int, first: i
         assert sorted(whole[start : start + count]) == list(range(count))
 
 
-def test_batches_hold_prompts_of_like_length_and_leave_none_out() -> None:
-    """Over one block of batches every prompt comes equally often, and a batch spans few lengths."""
-    lengths = [3 + (7 * index) % 64 for index in range(64)]
-    batches = [pool.batch_by_length(lengths, 8, seed=1, number=number, sort_over=8) for number in range(8)]
-    assert sorted(np.concatenate(batches)) == list(range(64))
-    assert max(np.ptp(np.array(lengths)[batch]) for batch in batches) <= 8
-    assert np.array_equal(pool.batch_by_length(lengths, 8, seed=1, number=5, sort_over=8), batches[5])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_nothing_that_is_recorded(family: str, tmp_path: Path) -> None:
+def test_padding_changes_nothing_that_is_recorded(family: str, tiny_source: Callable[[str], Path]) -> None:
     """In every family, prompts of different lengths in one batch: rows, normalizers and logits as of each row alone."""
-    source = read_source(tiny.make_tiny_source(family, tmp_path / family))
+    source = read_source(tiny_source(family))
     model = load_for_torch(source, "float32", "cpu")
     size = source.tokenizer.size
     prompts = [list(range(5, 5 + length)) for length in (3, 34, 17)]
@@ -163,9 +178,9 @@ def test_padding_changes_nothing_that_is_recorded(family: str, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model(tiny_source: Callable[[str], Path]) -> Any:
     """A tiny Llama, ready for torch."""
-    return load_for_torch(read_source(tiny.make_tiny_source("llama", tmp_path_factory.mktemp("m"))), "float32", "cpu")
+    return load_for_torch(read_source(tiny_source("llama")), "float32", "cpu")
 
 
 def test_a_row_ends_with_its_stop_token(model: Any) -> None:
@@ -213,8 +228,8 @@ PROSE = "The target writes a token, and the draft reads it as its own. naÃ¯ve æ
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
     """A target's, and a draft's with longer tokens."""
     root = tmp_path_factory.mktemp("tokenizers")
-    tiny.make_tiny_tokenizer(root / "target")
-    tiny.make_tiny_tokenizer(root / "draft", vocab_size=500, special_tokens=("<|stop|>",), text=(PROSE * 9,))
+    make_tiny_tokenizer(root / "target")
+    make_tiny_tokenizer(root / "draft", vocab_size=500, special_tokens=("<|stop|>",), text=(PROSE * 9,))
     return Tokenizer.from_dir(root / "target"), Tokenizer.from_dir(root / "draft")
 
 

@@ -7,13 +7,12 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distilled import sample, stored_pool
-from tools import tiny_sources as tiny
+from tests.test_distill_parts import sample, stored_pool
 
 from outrider.export.check.acceptance import Rounds
 from outrider.export.distill.target import load_for_torch
@@ -38,9 +37,9 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model(tiny_source: Callable[[str], Path]) -> Any:
     """A tiny Llama, ready for torch."""
-    return load_for_torch(read_source(tiny.make_tiny_source("llama", tmp_path_factory.mktemp("m"))), "float32", "cpu")
+    return load_for_torch(read_source(tiny_source("llama")), "float32", "cpu")
 
 
 class Gradients(MatrixOptimizer):
@@ -74,13 +73,8 @@ def test_several_pools_are_one_whose_rows_may_differ_in_length(model: Any, tmp_p
     assert (together - apart).norm() < 0.02 * together.norm()  # bfloat16 rounds
     assert (together - alone).norm() > 0.2 * together.norm()
     assert (mixed - alone).norm() > 0.2 * mixed.norm()
-
-
-def test_pools_without_their_rows_are_refused(model: Any, tmp_path: Path) -> None:
-    """Two pools need two numbers of rows per step."""
-    pool = stored_pool(tmp_path, [sample(model, top_k=16)])
     with pytest.raises(ValueError, match="2 pools, and rows per step for 1"):
-        distill(model, [pool, pool], DistillPlan(seed=1, steps=1), tmp_path / "run.pt")
+        distill(model, [one, two], DistillPlan(seed=1, steps=1), tmp_path / "run.pt")
 
 
 def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:
@@ -136,10 +130,10 @@ def test_an_error_of_our_own_is_not_taken_for_a_failed_compilation(model: Any) -
         losses.BackwardPass(broken, is_compiled=True, tell=lambda text: None)(model, None)
 
 
-def test_every_family_has_its_tables_trained_by_adamw(tmp_path: Path) -> None:
+def test_every_family_has_its_tables_trained_by_adamw(tiny_source: Callable[[str], Path]) -> None:
     """Embeddings, positions and output rows are not matrices to be orthogonalized, whatever a family calls them."""
     for family in ("gpt_neo", "gpt_neox", "bloom"):
-        model = load_for_torch(read_source(tiny.make_tiny_source(family, tmp_path / family)), "float32", "cpu")
+        model = load_for_torch(read_source(tiny_source(family)), "float32", "cpu")
         optimizer = MatrixOptimizer(model, Rates.like_adamw(1e-3))
         state = optimizer.state_dict()
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

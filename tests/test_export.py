@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from filelock import FileLock
 from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, copy_source, make_tiny_model, make_tiny_tokenizer, make_unlike_pair
 
-from outrider.export.check.acceptance import continue_prompts, measure_ranks, summarize
 from outrider.export.convert import openvino_ir
 from outrider.export.make import build
 from outrider.export.make import reference_pair as cache
@@ -57,11 +57,14 @@ def pair(sources: PairPaths, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def test_a_pair_is_exported_checked_and_measured(pair: tuple[Bundle, Bundle]) -> None:
-    """Both verify, say what they are, and run; padding may differ, the tokenizer may not."""
+    """Both verify, say what they are, and run; padding may differ, the tokenizer may not. The report holds parity,
+    tight in FP32 and not in INT8, and the acceptance of greedy text and of two temperatures.
+    """
     draft, target = (Bundle.open(bundle.path) for bundle in pair)
     assert (draft.manifest.role, draft.manifest.precision) == ("draft", "int8")
     assert (target.manifest.role, target.manifest.precision) == ("target", "fp32")
-    assert draft.manifest.quantization is not None and target.manifest.quantization is None
+    assert draft.manifest.quantization is not None
+    assert target.manifest.quantization is None and target.manifest.widened is None
     assert draft.manifest.architecture.vocab_size == 384 and target.manifest.architecture.vocab_size == 320
     assert draft.manifest.tokenizer_fingerprint == target.manifest.tokenizer_fingerprint
     assert draft.tokenizer().size == draft.manifest.architecture.tokenizer_size <= 320
@@ -72,36 +75,13 @@ def test_a_pair_is_exported_checked_and_measured(pair: tuple[Bundle, Bundle]) ->
     batch = open_batch_runtime(target.manifest.runtime, target.model_file, options)
     assert batch.limits.vocab_size == 320
     batch.close()
-
-
-def test_the_report_holds_parity_and_acceptance(pair: tuple[Bundle, Bundle]) -> None:
-    """FP32 is tight, INT8 is not; the acceptance rate is that of greedy and of two temperatures."""
-    draft, target = (bundle.manifest.report for bundle in pair)
-    assert target.parity.runtime == "OpenVinoPagedRuntime" and draft.parity.runtime == "OpenVinoSequenceRuntime"
-    assert all(stage.max_delta < 1e-4 * stage.scale for stage in target.parity.stages)
-    assert any(stage.max_delta > 1e-3 * stage.scale for stage in draft.parity.stages)
-    assert [measured.temperature for measured in draft.acceptance] == [0.0, 0.5, 0.8]
-    assert all(measured.tested_tokens >= 8 for measured in draft.acceptance)
-    assert target.acceptance == ()
-
-
-def test_a_model_is_its_own_perfect_draft(pair: tuple[Bundle, Bundle]) -> None:
-    """One FP32 model behind both runtimes: with shared noise every pick is equal, greedy and sampled."""
-    path, tokenizer = pair[1].model_file, pair[1].tokenizer()
-    prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "The target's output", "é")]
-    options = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
-    with (
-        closing(open_sequence_runtime("openvino", path, options)) as draft,
-        closing(open_batch_runtime("openvino", path, options)) as target,
-    ):
-        texts = continue_prompts(target, prompts, num_ids=tokenizer.size, stop_ids=())
-        found = summarize(measure_ranks(draft, texts, num_ids=tokenizer.size), "itself")
-        assert [measured.temperature for measured in found] == [0.0, 0.5, 0.8]
-        for measured in found:
-            assert (measured.rate, measured.error, measured.tested_tokens) == (1.0, 0.0, 120)
-            assert [(row.depth, row.rate, row.tokens_per_pass) for row in measured.by_depth] == [
-                (depth, 1.0, depth + 1.0) for depth in (1, 2, 4, 8)
-            ]
+    ours, theirs = draft.manifest.report, target.manifest.report
+    assert theirs.parity.runtime == "OpenVinoPagedRuntime" and ours.parity.runtime == "OpenVinoSequenceRuntime"
+    assert all(stage.max_delta < 1e-4 * stage.scale for stage in theirs.parity.stages)
+    assert any(stage.max_delta > 1e-3 * stage.scale for stage in ours.parity.stages)
+    assert [measured.temperature for measured in ours.acceptance] == [0.0, 0.5, 0.8]
+    assert all(measured.tested_tokens >= 8 for measured in ours.acceptance)
+    assert theirs.acceptance == ()
 
 
 def test_the_same_input_gives_the_same_bundle(pair: tuple[Bundle, Bundle], sources: PairPaths, tmp_path: Path) -> None:
@@ -115,9 +95,12 @@ def test_the_same_input_gives_the_same_bundle(pair: tuple[Bundle, Bundle], sourc
 def test_a_widened_target_says_so(sources: PairPaths, tmp_path: Path) -> None:
     """Its source is the original; its size is the one that was asked for."""
     bundle = export_model(sources.target, tmp_path / "wide", ExportOptions("target", "fp32", widen_mb=2.0))
-    assert bundle.manifest.widened is not None
+    source, widened = read_source(sources.target), bundle.manifest.widened
+    assert widened is not None and widened.from_intermediate_size == 128
+    assert widened.from_parameters == source.architecture.parameters
+    assert widened.fp32_megabytes == pytest.approx(2.0, rel=0.05)
     assert bundle.manifest.report.size_bytes == pytest.approx(2e6, rel=0.15)
-    assert bundle.manifest.source == read_source(sources.target).describe()
+    assert bundle.manifest.source == source.describe()
     assert not (bundle.path / "work").exists()
 
 
@@ -156,22 +139,6 @@ def test_an_export_that_fails_its_check_replaces_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_an_upstream_failure_keeps_its_words(
-    sources: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chatter is hidden, errors are not: their text and the last lines of output are in ours."""
-    import optimum.exporters.openvino
-
-    def fail(**options: Any) -> None:
-        print("about to fail")
-        raise ValueError("no such operator")
-
-    monkeypatch.setattr(optimum.exporters.openvino, "export_from_model", fail)
-    with pytest.raises(ExportError, match=r"(?s)converting target to OpenVINO.*no such operator.*about to fail"):
-        export_model(sources.target, tmp_path / "out", ExportOptions("target"))
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.fixture
 def counted_exports(pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """The cache's exports, replaced by copying the finished bundles; lists where each went."""
@@ -198,15 +165,9 @@ def test_the_cache_exports_once_for_all_who_ask_at_once(
     sources: PairPaths, tmp_path: Path, counted_exports: list[Path]
 ) -> None:
     """One exports, the others wait and use the result."""
-    found: list[PairPaths] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(export_reference_pair(tmp_path, source=sources))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1 and len(found) == 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: export_reference_pair(tmp_path, source=sources), range(4)))
+    assert len(set(found)) == 1
     assert counted_exports == [found[0].target, found[0].draft]
     assert Bundle.open(found[0].draft).manifest.role == "draft"
 
@@ -239,7 +200,9 @@ def test_whoever_waits_for_another_export_is_told(
 def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
     sources: PairPaths, tmp_path: Path, counted_exports: list[Path]
 ) -> None:
-    """Another precision, width or weight is another directory; a damaged bundle is exported again."""
+    """Another precision, width or weight is another directory; a damaged bundle is exported again. Drafts for another
+    runtime or device share one target, and a default and its name are one.
+    """
     first = export_reference_pair(tmp_path, source=sources)
     widened = export_reference_pair(tmp_path, source=sources, widen_mb=2.0)
     int8 = export_reference_pair(tmp_path, source=sources, target_precision="int8")
@@ -252,17 +215,11 @@ def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
     assert export_reference_pair(tmp_path, source=sources) == first
     assert counted_exports[8:] == [first.target]
     assert Bundle.open(first.target).manifest.role == "target"
-
-
-def test_drafts_for_one_target_share_it(sources: PairPaths, tmp_path: Path, counted_exports: list[Path]) -> None:
-    """Another runtime, device or precision of the draft exports no target again; a default and its name are one."""
-    first = export_reference_pair(tmp_path, source=sources)
     onnx = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", runtime="onnxruntime"))
     npu = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", device="npu"))
-    assert first.target == onnx.target == npu.target
-    assert counted_exports == [first.target, first.draft, onnx.draft, npu.draft] and len(set(counted_exports)) == 4
+    assert first.target == onnx.target == npu.target and len({first.draft, onnx.draft, npu.draft}) == 3
     assert export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", "int8", "openvino")) == first
-    assert len(counted_exports) == 4
+    assert counted_exports[9:] == [onnx.draft, npu.draft]
 
 
 def test_a_refused_draft_leaves_its_target_in_the_cache(
@@ -296,18 +253,6 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert default_cache_dir() == tmp_path / "xdg" / "outrider"
         monkeypatch.delenv("XDG_CACHE_HOME")
         assert default_cache_dir() == tmp_path / "home" / ".cache" / "outrider"
-
-
-def test_inspect_shows_the_report_card(
-    pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """For people, and as JSON for programs."""
-    monkeypatch.setenv("COLUMNS", "160")
-    assert run_export(monkeypatch, "inspect", str(pair[0].path)) == 0
-    text = capsys.readouterr().out
-    assert "parity, step after rollback" in text and "acceptance by target" in text and "int8" in text
-    assert run_export(monkeypatch, "inspect", str(pair[0].path), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["role"] == "draft"
 
 
 @pytest.mark.parametrize(

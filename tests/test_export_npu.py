@@ -1,10 +1,9 @@
-"""Exports for an NPU: symmetric INT8 and INT4 weights, and where they are taken."""
+"""Exports for an NPU: symmetric INT8 and INT4 weights, INT8 weights and activations, and where they are taken."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +17,17 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
-from tests.npu_path import walked
-from tests.quantized import dequantized, read_symmetric
+from tests.npu_path import OPTIONS, SHAPES, walked
+from tests.stored_weights import read_ir
 from tests.tiny_models import export_openvino, make_tiny_model
 from tools.tiny_sources import make_tiny_source
 
 from outrider.export.convert import symmetric
 from outrider.export.convert.ahead_of_time import compile_ahead
+from outrider.export.convert.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
 from outrider.export.convert.openvino_ir import save_ir
 from outrider.export.convert.symmetric import (
     GROUP,
-    SymmetricWeights,
     compress_int4_symmetric,
     compress_int8_symmetric,
     quantize_symmetric,
@@ -37,19 +36,15 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.models.bundle.manifest import Quantization, StaticShapes
 from outrider.models.errors import BundleError, ExportError, RuntimeUnavailable
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes import npu_compile
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.runtimes.openvino_graph import load_paged_model
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 from outrider.models.runtimes.torch_loading import load_causal_lm
 
 XML = "openvino_model.xml"
-NPU = RuntimeOptions(
-    num_threads=1, emulate_npu=True, static_shapes=StaticShapes(prompt_len=64, response_len=64, step_len=8)
-)
-RNG = np.random.default_rng(5)
-TOKENS = RNG.integers(0, TINY_VOCAB, 60).tolist()
+TOKENS = np.random.default_rng(5).integers(0, TINY_VOCAB, 60).tolist()
 
 
 def compressed(ir: Path, directory: Path) -> Path:
@@ -59,6 +54,12 @@ def compressed(ir: Path, directory: Path) -> Path:
     save_ir(model, directory)
     shutil.copyfile(ir / "config.json", directory / "config.json")
     return directory
+
+
+def tensors_of(ir: Path) -> dict[str, torch.Tensor]:
+    """Every quantized matrix by its name in transformers."""
+    found = {name.removeprefix("self."): stored for name, stored in read_ir(ir / XML).items() if stored.scale_type}
+    return {name: torch.from_numpy(stored.values.astype(np.float32)) for name, stored in found.items()}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])  # qwen2's LM head is its embedding
@@ -72,100 +73,41 @@ def bundle(family: str, tiny_ir: Callable[..., Path], tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="module")
-def weights(bundle: Path) -> dict[str, SymmetricWeights]:
-    return read_symmetric(bundle / XML)
+def weights(bundle: Path) -> dict[str, torch.Tensor]:
+    """What the export stands for, by its names in transformers."""
+    return tensors_of(bundle)
 
 
-@pytest.fixture(scope="module")
-def truth(family: str, weights: dict[str, SymmetricWeights], tiny_model: Callable[[str], Path]) -> NDArray[np.float32]:
-    """transformers' FP32 logits with the weights that the export stands for."""
-    model = load_causal_lm(tiny_model(family), torch.float32, "sdpa")
-    changed = {name.removeprefix("self."): torch.from_numpy(dequantized(matrix)) for name, matrix in weights.items()}
-    missing, unexpected = model.load_state_dict(changed, strict=False)
-    assert not unexpected and not any(name.endswith("proj.weight") for name in missing)
-    with torch.inference_mode():
-        logits: NDArray[np.float32] = model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy()
-    return logits
-
-
-def test_scales_are_absmax_over_127(
-    family: str, weights: dict[str, SymmetricWeights], tiny_model: Callable[[str], Path]
+def test_both_paths_compute_with_these_weights(
+    bundle: Path, family: str, weights: dict[str, torch.Tensor], tiny_model: Callable[[str], Path]
 ) -> None:
-    """Every matrix of the model, one scale a row, each weight within half a step of its source."""
-    source = load_causal_lm(tiny_model(family), torch.float32, "sdpa").state_dict()
-    matrices = {f"self.{name}" for name, tensor in source.items() if tensor.dim() == 2}
-    assert set(weights) == (matrices - {"self.lm_head.weight"} if family == "qwen2" else matrices)
-    for name, found in weights.items():
-        exact = source[name.removeprefix("self.")].numpy().astype(np.float64)
-        largest = np.abs(exact).max(axis=1, keepdims=True)
-        assert np.array_equal(found.scale, (largest / 127).astype(np.float32))
-        assert found.integers.dtype == np.int8 and found.integers.min() >= -127
-        error = np.abs(exact - found.scale.astype(np.float64) * found.integers)
-        assert (error <= found.scale * (0.5 + 1e-6)).all()
-
-
-def test_the_npus_path_computes_with_these_weights(bundle: Path, truth: NDArray[np.float32]) -> None:
-    """Prompt, cached steps and rollback, against transformers with the dequantized weights."""
-    runtime = OpenVinoNpuRuntime(bundle, NPU)
-    assert np.abs(runtime.extend_rows(TOKENS[:40]) - truth[:40]).max() < 0.01
-    runtime.extend(TOKENS[10:20])
-    runtime.truncate(40)
-    assert np.abs(runtime.extend_rows(TOKENS[40:]) - truth[40:]).max() < 0.01
-    runtime.close()
-
-
-def test_the_ordinary_path_computes_with_these_weights(bundle: Path, truth: NDArray[np.float32]) -> None:
-    """Paged attention takes them too; there activations are quantized on the fly unless that is switched off."""
+    """The NPU's, in prompt, cached steps and rollback, and paged attention, which quantizes activations on the fly
+    unless that is switched off: against transformers with the weights that the export stands for.
+    """
+    model = load_causal_lm(tiny_model(family), torch.float32, "sdpa")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and not any(name.endswith("proj.weight") for name in missing)
+    found, expected = walked(OpenVinoNpuRuntime(bundle, OPTIONS), model, TOKENS)
+    assert np.abs(found - expected).max() < 0.01
+    truth = expected[: len(TOKENS)]
     plain = OpenVinoSequenceRuntime(bundle, RuntimeOptions(properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}))
     assert np.abs(plain.extend_rows(TOKENS) - truth).max() < 1e-4
     assert np.abs(OpenVinoSequenceRuntime(bundle, RuntimeOptions()).extend_rows(TOKENS) - truth).max() < 0.3
 
 
-def test_the_cpu_keeps_the_weights_compressed(bundle: Path, weights: dict[str, SymmetricWeights]) -> None:
-    """No FP32 copy of a matrix is made when the model is compiled: every FullyConnected and Gather reads INT8."""
-    compiled = load_paged_model(bundle, RuntimeOptions(num_threads=1), tree_masks=False).compiled
-    read: Counter[tuple[str, str]] = Counter()
-    for node in compiled.get_runtime_model().get_ordered_ops():
-        layer = str(node.get_rt_info()["layerType"].value)
-        if layer == "FullyConnected":
-            read[layer, node.input_value(1).get_element_type().get_type_name()] += 1
-        elif layer == "Gather" and len(node.input_value(0).get_partial_shape()) == 2:
-            read[layer, node.input_value(0).get_element_type().get_type_name()] += 1
-    assert read["FullyConnected", "i8"] == sum("embed" not in name for name in weights) + (
-        "self.lm_head.weight" not in weights
-    )
-    assert read["Gather", "i8"] == 1
-    assert ("FullyConnected", "f32") not in read
-
-
-def test_the_same_model_gives_the_same_bytes(family: str, tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_same_model_gives_the_same_bytes(
+    family: str, bundle: Path, tiny_ir: Callable[..., Path], tmp_path: Path
+) -> None:
     """Names and integers do not depend on what the process did before."""
-    first = compressed(tiny_ir(family), tmp_path / "first")
-    second = compressed(tiny_ir(family), tmp_path / "second")
+    again = compressed(tiny_ir(family), tmp_path)
     for name in (XML, "openvino_model.bin"):
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-
-
-def test_empty_rows_are_not_divided_by() -> None:
-    """A row of zeros, or of what FP32 cannot divide by, is zeros with scale 1; the smallest rows keep the bound."""
-    rows = RNG.normal(size=(6, 8)).astype(np.float32)
-    rows[1] = 0.0
-    rows[2] = np.float32(1e-40)
-    rows[3] *= np.float32(1e-36)
-    rows[4] *= np.float32(1e30)
-    found = quantize_symmetric(rows, 1)
-    assert found.scale[[1, 2], 0].tolist() == [1.0, 1.0]
-    assert not found.integers[[1, 2]].any()
-    assert np.abs(found.integers[[0, 3, 4, 5]]).max(axis=1).tolist() == [127] * 4
-    error = np.abs(rows.astype(np.float64) - found.scale.astype(np.float64) * found.integers)
-    assert (error <= found.scale * (0.5 + 1e-6)).all()
-    assert np.isfinite(dequantized(found)).all()
+        assert (bundle / name).read_bytes() == (again / name).read_bytes()
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_blocks_do_not_show(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix that is quantized in pieces, for memory's sake, comes out as it would whole; columns as well as rows."""
-    matrix = RNG.normal(size=(37, 12)).astype(np.float32)
+    matrix = np.random.default_rng(5).normal(size=(37, 12)).astype(np.float32)
     whole = quantize_symmetric(matrix, axis)
     monkeypatch.setattr(symmetric, "_BLOCK_BYTES", 8 * 12 * 5)
     pieces = quantize_symmetric(matrix, axis)
@@ -194,20 +136,20 @@ def run(model: ov.Model, x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def test_a_matrix_stored_by_columns(tmp_path: Path) -> None:
     """Where a MatMul takes its matrix untransposed, a column is an output channel; FP16 weights are taken as well."""
-    matrix = RNG.normal(size=(8, 6)).astype(np.float16)
+    matrix = np.random.default_rng(5).normal(size=(8, 6)).astype(np.float16)
 
     def product(x: Any) -> Any:
         return ops.matmul(x, ops.convert(ops.constant(matrix, name="w"), np.float32), False, False)
 
     model = small_graph(product)
-    x = RNG.normal(size=(3, 8)).astype(np.float32)
+    x = np.random.default_rng(5).normal(size=(3, 8)).astype(np.float32)
     before = run(model, x)
     compress_int8_symmetric(model)
     save_ir(model, tmp_path)
-    (found,) = read_symmetric(tmp_path / XML).values()
-    assert found.scale.shape == (1, 6)
+    (found,) = read_ir(tmp_path / XML).values()
+    assert found.scales.shape == (6,)
     after = run(ov.Core().read_model(tmp_path / XML), x)
-    assert np.abs(after - x @ dequantized(found)).max() < 1e-5
+    assert np.abs(after - x @ found.values).max() < 1e-5
     assert 0 < np.abs(after - before).max() < 0.1
 
 
@@ -237,23 +179,6 @@ def int4(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return directory, quantization
 
 
-def stored_weights(ir: Path) -> dict[str, tuple[ov.Node, NDArray[np.float32]]]:
-    """By its name in transformers, each matrix's constant and what the runtime makes of it."""
-    found = {}
-    for node in ov.Core().read_model(ir / XML).get_ordered_ops():
-        port = {"MatMul": 1, "Gather": 0}.get(node.get_type_name())
-        name = node.get_friendly_name().split("/")[0].removeprefix("__module.") + ".weight"
-        if port is None or not name.startswith(("model.layers", "model.embed", "lm_head")):
-            continue
-        constant = node.input_value(port)
-        while constant.get_node().get_input_size():
-            constant = constant.get_node().input_value(0)
-        if constant.get_node().get_type_name() == "Constant":
-            compiled = ov.Core().compile_model(ov.Model([node.input_value(port)], [], "weight"), "CPU")
-            found[name] = (constant.get_node(), compiled([])[0].astype(np.float32))
-    return found
-
-
 def test_int4_is_symmetric_in_groups_or_rows(int4: tuple[Path, Quantization], wide_model: Path) -> None:
     """Layers in groups of 128, in rows where 128 does not divide them; embeddings and head INT8; nothing is FP32.
 
@@ -263,20 +188,18 @@ def test_int4_is_symmetric_in_groups_or_rows(int4: tuple[Path, Quantization], wi
     assert quantization.scheme == "int4 symmetric, embeddings and head int8 symmetric"
     assert quantization.granularity == "group of 128, row where a row is not several groups"
     source = load_file(wide_model / "model.safetensors")
-    weights = stored_weights(ir)
+    weights = {name.removeprefix("self."): stored for name, stored in read_ir(ir / XML).items() if stored.scale_type}
     assert set(weights) == {name for name, tensor in source.items() if tensor.ndim == 2}
-    for name, (constant, stored) in weights.items():
+    for name, stored in weights.items():
         exact = source[name].astype(np.float64)
-        kind, shape = constant.get_output_element_type(0).get_type_name(), list(constant.get_output_shape(0))
-        if "layers" not in name:
-            assert kind == "i8"
-            continue
         group = GROUP if exact.shape[1] % GROUP == 0 else exact.shape[1]
-        assert kind == "i4"
-        assert shape == (list(exact.shape) if group != GROUP else [len(exact), exact.shape[1] // GROUP, GROUP]), name
+        if "layers" not in name:
+            assert stored.bits == 8
+            continue
+        assert (stored.bits, stored.group) == (4, group), name
         grouped = exact.reshape(len(exact), -1, group)
         step = np.abs(grouped).max(axis=2, keepdims=True) / 8
-        assert (np.abs(stored.reshape(grouped.shape) - grouped) <= step * (1 + 2.0**-7)).all(), name
+        assert (np.abs(stored.values.reshape(grouped.shape) - grouped) <= step * (1 + 2.0**-7)).all(), name
     told = ov.Core().read_model(ir / XML).get_rt_info(["nncf", "weight_compression"])
     assert (told["group_size"], told["mode"]) == ("128", "int4_sym")
 
@@ -284,9 +207,8 @@ def test_int4_is_symmetric_in_groups_or_rows(int4: tuple[Path, Quantization], wi
 def test_the_npus_path_computes_with_int4_weights(int4: tuple[Path, Quantization], wide_model: Path) -> None:
     """Prompt, cached steps and rollback, against transformers with the dequantized weights."""
     model = load_causal_lm(wide_model, torch.float32, "sdpa")
-    weights = {name: torch.from_numpy(stored) for name, (_, stored) in stored_weights(int4[0]).items()}
-    assert not model.load_state_dict(weights, strict=False).unexpected_keys
-    found, expected = walked(OpenVinoNpuRuntime(int4[0], NPU), model, TOKENS)
+    assert not model.load_state_dict(tensors_of(int4[0]), strict=False).unexpected_keys
+    found, expected = walked(OpenVinoNpuRuntime(int4[0], OPTIONS), model, TOKENS)
     assert np.abs(found - expected).max() < 0.02
 
 
@@ -305,35 +227,31 @@ def test_an_int4_export_is_checked_like_the_others(tmp_path: Path) -> None:
 
 def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Path) -> None:
     """Compiled here, exported, and imported by the runtime from beside the IR, with the IR's own logits."""
-    for name in (XML, "openvino_model.bin", "config.json"):
-        shutil.copyfile(bundle / name, tmp_path / name)
-    assert NPU.static_shapes is not None
-    blobs = compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
+    place = shutil.copytree(bundle, tmp_path / "bundle")
+    blobs = compile_ahead(place, SHAPES, place, emulate_npu=True)
     assert [blob.name for blob in blobs] == ["openvino_model.cpu-312-8.blob", "openvino_model.cpu-312-64.blob"]
-    of_ir, of_blob = OpenVinoNpuRuntime(bundle, NPU), OpenVinoNpuRuntime(tmp_path, NPU)
+    of_ir, of_blob = OpenVinoNpuRuntime(bundle, OPTIONS), OpenVinoNpuRuntime(place, OPTIONS)
     assert of_ir.limits == of_blob.limits
     assert np.array_equal(of_ir.extend(TOKENS[:40]), of_blob.extend(TOKENS[:40]))
     assert np.array_equal(of_ir.extend_rows(TOKENS[40:45]), of_blob.extend_rows(TOKENS[40:45]))
     # No graph to compile: what ran above cannot have been the IR.
-    (tmp_path / XML).write_text("<net/>")
-    OpenVinoNpuRuntime(tmp_path, NPU).close()
+    (place / XML).write_text("<net/>")
+    OpenVinoNpuRuntime(place, OPTIONS).close()
     with pytest.raises(BundleError, match="cannot be read as an IR"):
-        OpenVinoNpuRuntime(tmp_path, replace(NPU, properties={"KV_CACHE_PRECISION": "f32"}))
+        OpenVinoNpuRuntime(place, replace(OPTIONS, properties={"KV_CACHE_PRECISION": "f32"}))
 
 
 def test_a_blob_of_another_version_is_passed_over(
     bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What cannot be read as a blob is compiled anew from the IR, and the log says so."""
-    for name in (XML, "openvino_model.bin", "config.json"):
-        shutil.copyfile(bundle / name, tmp_path / name)
-    assert NPU.static_shapes is not None
-    blob, _ = compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
+    place = shutil.copytree(bundle, tmp_path / "bundle")
+    blob, _ = compile_ahead(place, SHAPES, place, emulate_npu=True)
     raw = bytearray(blob.read_bytes())
     raw[0] ^= 1  # what it begins with
     blob.write_bytes(raw)
     with caplog.at_level(logging.WARNING, logger="outrider"):
-        runtime = OpenVinoNpuRuntime(tmp_path, NPU)
+        runtime = OpenVinoNpuRuntime(place, OPTIONS)
     assert "not for this OpenVINO or driver" in caplog.text and "compiling again" in caplog.text
     assert np.isfinite(runtime.extend(TOKENS[:5])).all()
     runtime.close()
@@ -341,11 +259,10 @@ def test_a_blob_of_another_version_is_passed_over(
 
 def test_without_the_npus_compiler_it_says_where_to_get_it(bundle: Path, tmp_path: Path) -> None:
     """The pip package has none on Linux: the error names the library, where it comes from, and what happens without."""
-    assert NPU.static_shapes is not None
-    if npu_compiler_is_here():
+    if list((Path(ov.__file__).parent / "libs").glob("*npu_compiler*")):
         pytest.skip("this machine has an NPU compiler")
     with pytest.raises(RuntimeUnavailable, match=r"no NPU compiler: .*npu_compiler.*driver.*at its first run"):
-        compile_ahead(bundle, NPU.static_shapes, tmp_path, platform="NPU4000")
+        compile_ahead(bundle, SHAPES, tmp_path, platform="NPU4000")
     options = ExportOptions("draft", device="npu", compiles_ahead=True)
     with pytest.raises(RuntimeUnavailable, match="no NPU compiler"):  # before the model is looked at: there is none
         export_model(tmp_path / "nowhere", tmp_path / "out", options)
@@ -354,10 +271,9 @@ def test_without_the_npus_compiler_it_says_where_to_get_it(bundle: Path, tmp_pat
 
 def test_another_failure_is_told_as_it_is(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What OpenVINO says, not that the compiler were missing; and what the NPU's path says of another model."""
-    assert NPU.static_shapes is not None
     monkeypatch.setattr(npu_compile, "npu_properties", lambda core, xml, options: {"NPU_USE_NPUW": "PERHAPS"})
     with pytest.raises(RuntimeUnavailable, match=r"cannot compile .* ahead of time: .*name the NPU to compile for"):
-        compile_ahead(bundle, NPU.static_shapes, tmp_path, emulate_npu=True)
+        compile_ahead(bundle, SHAPES, tmp_path, emulate_npu=True)
     inputs = [ops.parameter([-1, -1], np.int64, name=name) for name in ("input_ids", "attention_mask", "position_ids")]
     for node in inputs:
         node.output(0).set_names({node.get_friendly_name()})
@@ -367,9 +283,78 @@ def test_another_failure_is_told_as_it_is(bundle: Path, tmp_path: Path, monkeypa
     ov.save_model(model, tmp_path / XML)
     shutil.copyfile(bundle / "config.json", tmp_path / "config.json")
     with pytest.raises(BundleError, match=r"cannot be made static: .*beam_idx.*--device cpu"):
-        compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
+        compile_ahead(tmp_path, SHAPES, tmp_path, emulate_npu=True)
 
 
-def npu_compiler_is_here() -> bool:
-    """Whether OpenVINO was installed with the NPU's compiler."""
-    return bool(list((Path(ov.__file__).parent / "libs").glob("*npu_compiler*")))
+# -- INT8 weights and activations, and the text that they are calibrated with ------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fully_quantized(tiny_ir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("w8a8")
+    quantize_fully(tiny_ir("qwen2"), directory, [TOKENS], "tiny")
+    shutil.copyfile(tiny_ir("qwen2") / "config.json", directory / "config.json")
+    return directory
+
+
+def test_every_weight_of_full_int8_keeps_its_bound(fully_quantized: Path, tiny_model: Callable[[str], Path]) -> None:
+    """Half of absmax / 127 of what smooth quantization made of the source: each column over what its activations are
+    multiplied by. Activations have 256 levels over one range a tensor (docs/numerics.md).
+    """
+    source = load_file(tiny_model("qwen2") / "model.safetensors")
+    source["lm_head.weight"] = source["model.embed_tokens.weight"]  # tied
+    num_seen = num_smoothed = 0
+    for node in ov.Core().read_model(fully_quantized / XML).get_ordered_ops():
+        name = node.get_friendly_name().removeprefix("__module.").removesuffix("/aten::linear/MatMul") + ".weight"
+        if node.get_type_name() != "MatMul" or name not in source:
+            continue
+        quantizer, product = (node.input_value(port).get_node() for port in (0, 1))
+        low, high, *out = (quantizer.input_value(port).get_node().get_data() for port in range(1, 5))
+        assert quantizer.get_attributes()["levels"] == 256 and low < high and [low, high] == out
+        smoothing, columns = quantizer.input_value(0).get_node(), np.ones(1)
+        if smoothing.get_friendly_name().endswith("nncf_smooth_quant"):  # not where a weight is read twice
+            columns = smoothing.input_value(1).get_node().get_data().astype(np.float64).ravel()
+            num_smoothed += 1
+        smoothed = source[name].astype(np.float64) / columns
+        integers, scale = (product.input_value(port).get_node() for port in (0, 1))
+        stored = integers.input_value(0).get_node().get_data().astype(np.float64) * scale.get_data()
+        step = np.abs(smoothed).max(axis=1, keepdims=True) / 127
+        assert (np.abs(stored - smoothed) <= (0.5 + 2.0**-12) * step).all(), name
+        num_seen += 1
+    assert num_seen == num_smoothed + 1 == 15
+
+
+def test_full_int8_runs_on_the_npus_path(
+    fully_quantized: Path, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Prompt, cached steps and rollback, near transformers' FP32; the same model and texts give the same files."""
+    model = load_causal_lm(tiny_model("qwen2"), torch.float32, "sdpa")
+    found, expected = walked(OpenVinoNpuRuntime(fully_quantized, OPTIONS), model, TOKENS)
+    log_p, log_q = (torch.log_softmax(torch.from_numpy(rows), -1) for rows in (expected, found))
+    assert torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean") < 0.01
+    assert np.abs(found - expected).max() < 0.5
+    quantize_fully(tiny_ir("qwen2"), tmp_path, [TOKENS], "tiny")
+    for name in (XML, "openvino_model.bin"):
+        assert (tmp_path / name).read_bytes() == (fully_quantized / name).read_bytes()
+
+
+def test_missing_text_is_written_by_the_model(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
+    """Feeds are kept, long ones cut, and continued by the picks from transformers' logits of what stands before; the
+    rest begins all over the vocabulary; enough is left alone.
+    """
+    core = ov.Core()
+    model = core.read_model(tiny_ir("llama") / XML)
+    long = np.random.default_rng(5).integers(0, TINY_VOCAB, TEXT_TOKENS + 5).tolist()
+    texts = complete_texts(core, model, [TOKENS, long])
+    assert [len(text) for text in texts] == [TEXT_TOKENS] * NUM_TEXTS
+    assert texts[0][: len(TOKENS)] == TOKENS and texts[1] == long[:TEXT_TOKENS] and texts[2][:5] == long[TEXT_TOKENS:]
+    assert len({text[0] for text in texts[3:]}) == NUM_TEXTS - 3
+    assert all(0 <= token < TINY_VOCAB for text in texts for token in text)
+    assert complete_texts(core, model, [TOKENS, long]) == texts
+    assert complete_texts(core, model, texts) == texts
+    with torch.inference_mode():
+        source = load_causal_lm(tiny_model("llama"), torch.float32, "sdpa")
+        logits = source(torch.tensor([texts[0]]), use_cache=False).logits[0].numpy()
+    params = SamplingParams(temperature=1.0, seed=0)
+    written = range(len(TOKENS), TEXT_TOKENS)
+    assert [pick(logits[i - 1], params, i) for i in written] == texts[0][len(TOKENS) :]

@@ -1,7 +1,10 @@
-"""The ONNX exports: which families go which way, files that are always the same, nothing fetched or executed."""
+"""The ONNX exports, by onnxruntime-genai's builder and by torch's exporter: exact, quantized by name, always the same
+files, nothing fetched or executed.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -11,33 +14,54 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from tests.onnx_graphs import VOCAB, build, load_fp32, truth_of, worst_delta
+from tests.onnx_graphs import FIRST, VOCAB, build, load_fp32, truth_of, worst_delta
 from tests.quantized import read_blocks
-from tools.tiny_sources import make_tiny_source
+from tools.tiny_sources import make_tiny_model, make_tiny_source
 
+from outrider.export.convert.onnx_attention import Recording, recording_attention
 from outrider.export.convert.onnx_builder import build_with_genai, supports
-from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_blocks
-from outrider.export.source.family_facts import FAMILIES
+from outrider.export.convert.onnx_dynamo import export_with_dynamo
+from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_weights
+from outrider.export.make import build as stages
+from outrider.export.recipes import ExportOptions
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 OPTIONS = RuntimeOptions(num_threads=1, max_positions=128)
-BUILDER_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3")
+# Odd sizes: heads of 20 and 12, widths that no block divides.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {},
+    "gpt_neox": {"num_hidden_layers": 1},
+    "bloom": {"num_hidden_layers": 1, "hidden_size": 36, "num_attention_heads": 3},
+    "gpt_neo": {"hidden_size": 60, "num_attention_heads": 3},
+}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`source("phi3")` is the directory of that family's tiny model with a tokenizer."""
+    """`source("bloom")` is the directory of that family's tiny model with a tokenizer."""
     root = tmp_path_factory.mktemp("sources")
+    return functools.cache(
+        lambda family: make_tiny_source(family, root / family, vocab_size=VOCAB, **FAMILIES.get(family, {}))
+    )
 
+
+@pytest.fixture(scope="module")
+def graph(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`graph("bloom")` is the directory of its FP32 graph, exported once by torch's exporter."""
+
+    @functools.cache
     def make(family: str) -> Path:
-        directory = root / family
-        return directory if directory.is_dir() else make_tiny_source(family, directory, vocab_size=VOCAB)
+        directory = tmp_path_factory.mktemp(family)
+        export_with_dynamo(load_fp32(source(family)), directory, family)
+        return directory
 
     return make
 
@@ -47,12 +71,22 @@ def config_of(source: Path, **changes: object) -> dict[str, object]:
     return {key: value for key, value in (config | changes).items() if value is not None}
 
 
-@pytest.mark.parametrize("family", BUILDER_FAMILIES)
-def test_families_of_the_builder_are_exact(source: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((family, {}) for family in ("llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3")),
+        ("llama", {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        }}),  # of rotary scaling only this kind goes through the builder
+    ],
+)  # fmt: skip
+def test_families_of_the_builder_are_exact(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     """FP32 logits are transformers', also beyond a sliding window and with Gemma's scale of the embedding."""
-    assert supports(config_of(source(family)))
-    runtime = OnnxRuntimeSequence(build(source(family), tmp_path / "graph", "fp32"), OPTIONS)
-    assert worst_delta(runtime, truth_of(load_fp32(source(family)))) < 1e-4
+    source = make_tiny_source(family, tmp_path / "source", vocab_size=VOCAB, **fields)
+    assert supports(config_of(source))
+    runtime = OnnxRuntimeSequence(build(source, tmp_path / "graph", "fp32"), OPTIONS)
+    assert worst_delta(runtime, truth_of(load_fp32(source))) < 1e-4
 
 
 def test_what_the_builder_is_not_used_for(source: Callable[[str], Path]) -> None:
@@ -74,49 +108,46 @@ def test_what_the_builder_is_not_used_for(source: Callable[[str], Path]) -> None
     assert not supports(config_of(llama, rope_parameters={"rope_type": "llama3"}, architectures=["Qwen2ForCausalLM"]))
 
 
-def test_llama3_scaling_is_exact(tmp_path: Path) -> None:
-    """The one rotary scaling that goes through the builder."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    source = make_tiny_source("llama", tmp_path / "source", vocab_size=VOCAB, rope_parameters=rope)
-    runtime = OnnxRuntimeSequence(build(source, tmp_path / "graph", "fp32"), OPTIONS)
-    assert worst_delta(runtime, truth_of(load_fp32(source))) < 1e-4
-
-
-BUILD = """
+EXPORT = """
 import os, sys
 from pathlib import Path
+import torch
 from outrider.export.convert.onnx_builder import build_with_genai
-source, destination = Path(sys.argv[1]), Path(sys.argv[2])
-destination.mkdir(parents=True)
-os.chdir(destination.parent)
-build_with_genai(source, destination, "fp32", destination.parent, "again")
-assert sorted(path.name for path in destination.parent.iterdir()) == [destination.name]
+from outrider.export.convert.onnx_dynamo import export_with_dynamo
+from outrider.export.convert.onnx_quantize import quantize_weights
+from outrider.models.runtimes.torch_loading import load_causal_lm
+built, plain, small = (Path(sys.argv[3]) / name for name in ("built", "plain", "small"))
+for directory in (built, plain, small):
+    directory.mkdir()
+os.chdir(sys.argv[3])
+build_with_genai(Path(sys.argv[1]), built, "fp32", Path(sys.argv[3]), "again")
+assert sorted(os.listdir()) == ["built", "plain", "small"]
+export_with_dynamo(load_causal_lm(Path(sys.argv[2]), torch.float32, "eager"), plain, "again")
+quantize_weights(plain / "model.onnx", small, 4)
 """
 
 
-def test_the_same_source_gives_the_same_bytes(source: Callable[[str], Path], tmp_path: Path) -> None:
-    """Another process in another place, inside a Git work tree, with another hash seed: the same three files."""
-    first, second = tmp_path / "one" / "graph", tmp_path / "two" / "deeper" / "bundle"
-    first.mkdir(parents=True)
-    build_with_genai(source("gemma2"), first, "fp32", tmp_path / "one", "first")
+def test_the_same_source_gives_the_same_bytes(
+    graph: Callable[[str], Path], source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Another process in another place, inside a Git work tree, with another hash seed writes the same files, by the
+    builder and by torch's exporter, plain and quantized, and prints nothing. Neither names a path.
+    """
+    built, small, again = (tmp_path / name for name in ("one/built", "small", "two/deeper"))
+    for directory in (built, small, again):
+        directory.mkdir(parents=True)
+    build_with_genai(source("gemma2"), built, "fp32", tmp_path / "one", "first")
+    assert sorted(path.name for path in built.iterdir()) == ["genai_config.json", "model.onnx", "model.onnx.data"]
+    quantize_weights(graph("bloom") / "model.onnx", small, 4)
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "77", "PATH": os.environ["PATH"]}
-    command = [sys.executable, "-c", BUILD, str(source("gemma2")), str(second)]
+    command = [sys.executable, "-c", EXPORT, str(source("gemma2")), str(source("bloom")), str(again)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == run.stderr == ""
-    names = ["genai_config.json", "model.onnx", "model.onnx.data"]
-    assert sorted(path.name for path in first.iterdir()) == sorted(path.name for path in second.iterdir()) == names
-    for name in names:
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-    for part in (str(tmp_path), "site-packages", "/main"):
-        assert part.encode() not in (first / "model.onnx").read_bytes()
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    for first, name in ((built, "built"), (graph("bloom"), "plain"), (small, "small")):
+        files = {path.name: path.read_bytes() for path in first.iterdir()}
+        assert files == {path.name: path.read_bytes() for path in (again / name).iterdir()}
+        for part in (str(tmp_path), str(Path.cwd()), "site-packages", ".py", "/main"):
+            assert part.encode() not in files["model.onnx"]
 
 
 def test_building_fetches_and_executes_nothing(
@@ -160,27 +191,6 @@ def test_builder_failures_are_export_errors(source: Callable[[str], Path], tmp_p
     assert not list(destination.iterdir()) and not list((tmp_path / "work").iterdir())
 
 
-def test_the_builders_files_run_under_onnxruntime_genai(source: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its own generator reads what we made of its graph, and goes on with the same tokens."""
-    import onnxruntime_genai
-
-    path = build(source("qwen2"), tmp_path / "graph", "int8")
-    prompt, count = [5, 9, 100, 33, 7], 12
-    parameters = onnxruntime_genai.GeneratorParams(onnxruntime_genai.Model(str(path)))
-    parameters.set_search_options(max_length=len(prompt) + count, do_sample=False)
-    generator = onnxruntime_genai.Generator(onnxruntime_genai.Model(str(path)), parameters)
-    generator.append_tokens(np.array([prompt], np.int32))
-    theirs = []
-    while not generator.is_done():
-        generator.generate_next_token()
-        theirs.append(int(generator.get_next_tokens()[0]))
-    runtime = OnnxRuntimeSequence(path, OPTIONS)
-    ours = [int(runtime.extend(prompt).argmax())]
-    while len(ours) < len(theirs):
-        ours.append(int(runtime.extend(ours[-1:]).argmax()))
-    assert len(theirs) > 3 and ours == theirs
-
-
 def test_tied_embeddings_are_kept_once(tmp_path: Path) -> None:
     """INT8 and INT4: a tied embedding reads the LM head's own integers, an untied one has INT8 of its own."""
     sizes = {}
@@ -196,49 +206,121 @@ def test_tied_embeddings_are_kept_once(tmp_path: Path) -> None:
     assert sizes[False] - sizes[True] == pytest.approx(5000 * 64 * (1 + 4 / BLOCK_SIZE), rel=0.01)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_blocks_are_within_their_bounds(tmp_path: Path, bits: int) -> None:
-    """A block's largest weight is exact, the others off by half a scale, clipped ones by one scale at most."""
-    weights = np.random.default_rng(5).normal(size=(70, 9)).astype(np.float32)  # 70: two blocks and a piece
-    weights[3, 0], weights[4, 0] = 9.0, -8.99  # clipped: of the other sign
-    packed, scales = quantize_blocks(weights, bits)
-    node = onnx.helper.make_node(
-        "MatMulNBits", ["x", "w_Q", "s"], ["logits"], domain="com.microsoft", K=70, N=9, bits=bits, block_size=32
-    )
-    tensors = [onnx.numpy_helper.from_array(packed, f"w_Q{bits}"), onnx.numpy_helper.from_array(scales, "s")]
-    node.input[1] = f"w_Q{bits}"
-    value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [node], "g", [value("x", 1, ["n", 70])], [value("logits", 1, ["n", 9])], initializer=tensors
-    )
-    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets), tmp_path / "one.onnx")
-    found = read_blocks(tmp_path / "one.onnx")["w"]
-    assert (found.bits, found.integers.shape, found.scales.shape) == (bits, (9, 70), (9, 3))
-    assert (found.zero_points == (128 if bits == 8 else 8)).all()
-    error = np.abs(found.values - weights.T)
-    bound = np.abs(np.repeat(found.scales, 32, axis=1)[:, :70])
-    assert (error <= bound * 1.001).all()
-    assert (error[1:] <= bound[1:] * 0.501).mean() > 0.99
-    for row, start in ((row, start) for row in range(9) for start in (0, 32, 64)):
-        block = slice(start, min(start + 32, 70))
-        largest = start + int(np.abs(weights[block, row]).argmax())
-        assert error[row, largest] <= 1e-5
-        assert scales[row, start // 32] == pytest.approx(-weights[largest, row] / (1 << (bits - 1)), rel=1e-5)
-    most = ((1 << (bits - 1)) - 1) * bound[0, 4]  # what the other sign reaches
-    assert error[0, 4] == pytest.approx(8.99 - most, rel=1e-3) and error[0, 4] > 0.8 * bound[0, 4]
+# -- torch's exporter, with attention on one operator ------------------------------------------------------------------
 
 
-def test_families_of_the_builder_are_not_more_than_tested() -> None:
-    """A family that is made tiny and that the builder knows is tested above."""
-    for family in FAMILIES:
-        if family not in BUILDER_FAMILIES:
-            assert not supports(_config(family))
+def put_back(model: Any, onnx_file: Path) -> Any:
+    """The model with the weights that a quantized graph computes with: each has the name of its parameter."""
+    import torch
+
+    for name, blocks in read_blocks(onnx_file).items():
+        with torch.no_grad():
+            model.get_parameter(name).copy_(torch.tensor(blocks.values))
+    return model
 
 
-def _config(family: str) -> dict[str, object]:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_sources(graph: Callable[[str], Path], source: Callable[[str], Path], family: str) -> None:
+    """Windows, soft caps, ALiBi, learned positions, partial rotation: in prefill, steps and after rollbacks."""
+    assert worst_delta(OnnxRuntimeSequence(graph(family), OPTIONS), truth_of(load_fp32(source(family)))) < 1e-4
+
+
+@pytest.mark.parametrize(("family", "bits"), [("gemma3_text", 8), ("gpt_neox", 4), ("bloom", 8), ("gpt_neo", 4)])
+def test_quantized_graphs_compute_with_the_weights_that_they_hold(
+    graph: Callable[[str], Path], source: Callable[[str], Path], tmp_path: Path, family: str, bits: int
+) -> None:
+    """Against transformers with the dequantized weights only the kernel's INT8 activations are left as a difference."""
+    quantize_weights(graph(family) / "model.onnx", tmp_path, bits)  # type: ignore[arg-type]
+    blocks = read_blocks(tmp_path / "model.onnx")
+    assert sum(part.bits == bits for part in blocks.values()) >= 4
+    head = [part for part in blocks.values() if part.values.shape[0] == VOCAB]
+    assert head and {part.bits for part in head} == {8}
+    expected = truth_of(put_back(load_fp32(source(family)), tmp_path / "model.onnx"))
+    assert worst_delta(OnnxRuntimeSequence(tmp_path, OPTIONS), expected) < 0.8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+
+
+def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None:
+    """Gemma 3 in FP16, norms that scale in FP32 included, and quantized from there: weights, cache and logits."""
+    small = make_tiny_model("gemma3_text", tmp_path / "small", vocab_size=VOCAB, num_hidden_layers=1)
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    wide.mkdir()
+    narrow.mkdir()
+    export_with_dynamo(load_fp32(small), wide, "gemma3", "fp16")
+    quantize_weights(wide / "model.onnx", narrow, 8)
+    truth = truth_of(load_fp32(small))
+    assert worst_delta(OnnxRuntimeSequence(wide, OPTIONS), truth) < 0.05
+    assert worst_delta(OnnxRuntimeSequence(narrow, OPTIONS), truth) < 0.5
+    graph = onnx.load(narrow / "model.onnx", load_external_data=False).graph
+    floats = [tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
+    assert not [name for name in floats if name.endswith(("weight", "scales"))]
+
+
+def test_rotation_is_computed_for_new_tokens_only(graph: Callable[[str], Path]) -> None:
+    """A step's cost does not grow with cosines of positions that were rotated long ago."""
+    nodes = onnx.load(graph("gpt_neox") / "model.onnx", load_external_data=False).graph.node
+    kinds = [node.op_type for node in nodes]
+    assert kinds.count("RotaryEmbedding") == 2 and kinds.count("Cos") == 1
+    assert "Range" not in kinds and "ReduceMax" not in kinds
+
+
+def test_the_model_is_left_as_it_was(source: Callable[[str], Path]) -> None:
+    """Attention that is replaced for an export is the family's own again afterwards."""
+    import torch
+
+    model = load_causal_lm(source("bloom"), torch.float32, "eager")
+    tokens = torch.tensor([FIRST[:20]])
+    with torch.inference_mode():
+        before = model(tokens).logits
+        with recording_attention(model, Recording()) as recording:
+            assert not torch.equal(model(tokens).logits, before)  # zeros in place of attention
+        assert recording.shapes == [(3, 16)]  # heads of 12, padded
+        assert model.config._attn_implementation == "eager"
+        assert torch.equal(model(tokens).logits, before)
+
+
+def test_attention_of_ones_own_is_refused(tmp_path: Path) -> None:
+    """A family that does not use transformers' attention interface is an ExportError that says so."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(family)
-    kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    return {**config.to_dict(), "architectures": [kind], "model_type": family}
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.FalconForCausalLM(config)
+    with pytest.raises(ExportError, match="0 of the 2 layers of FalconForCausalLM call attention through"):
+        export_with_dynamo(model, tmp_path, "falcon")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_quantized_is_refused(graph: Callable[[str], Path], tmp_path: Path) -> None:
+    """A graph in which nothing is left to quantize, and one without its data: an error, and nothing is written."""
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    once.mkdir()
+    twice.mkdir()
+    quantize_weights(graph("bloom") / "model.onnx", once, 8)
+    with pytest.raises(ExportError, match="has no product with a constant matrix"):
+        quantize_weights(once / "model.onnx", twice, 8)
+    shutil.copyfile(graph("bloom") / "model.onnx", tmp_path / "model.onnx")
+    with pytest.raises(ExportError, match=r"quantizing model\.onnx failed"):
+        quantize_weights(tmp_path / "model.onnx", twice, 8)
+    assert not list(twice.iterdir())
+
+
+def test_a_stored_graph_that_a_killed_export_has_linked_is_quantized(
+    graph: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """onnx reads no file with several links; what the killed export left is not changed."""
+    stored, left, out = (tmp_path / name for name in ("stored", "left", "out"))
+    shutil.copytree(graph("gpt_neox"), stored)
+    for directory in (left, out):
+        directory.mkdir()
+    with monkeypatch.context() as patch:
+        for name in ("chmod", "utime"):  # as on a network's disk that belongs to another user
+            patch.setattr(os, name, lambda *args, **kwargs: pytest.fail("changed a mode or a time"))
+        stages.place_files(stored, left)
+    before = {path.name: path.read_bytes() for path in left.iterdir()}
+    assert (stored / "model.onnx.data").stat().st_nlink == 2
+    monkeypatch.setattr(stages, "_onnx_graph", lambda job: stored)
+    options = ExportOptions("draft", "int8", "onnxruntime")
+    job: Any = SimpleNamespace(options=options, directory=out, tell=lambda stage: None)
+    assert stages._build_onnx(job) is not None and (out / "model.onnx.data").is_file()
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
+    assert sorted(path.name for path in stored.iterdir()) == sorted(before)

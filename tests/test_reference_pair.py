@@ -1,4 +1,6 @@
-"""The bundled reference pair: its files, sizes and numbers, and the pure parts of what made it."""
+"""The bundled reference pair: its files, sizes and numbers, the pure parts of what made it, and what is exported of it
+for a first use: kept, and widened, which computes the same.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from tests.export_cli import run_export
+from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 from tokenizers import Tokenizer
 
 from outrider import reference
-from training.corpus import SourceFile, is_table, is_wanted, load_corpus, split
-from training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
+from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.export.cli import main as export_cli
+from outrider.export.distill.trainer.losses import match_bound
+from outrider.export.make.pair import PairOptions, PairPaths
+from outrider.export.recipes import ExportOptions
+from outrider.export.source.model_source import read_source
+from outrider.export.source.torch_source import load_source_model, source_logits
+from outrider.export.source.widen import widen
+from outrider.models.bundle.bundle import hash_file
+from outrider.models.bundle.reference_export import export_arguments
+from outrider.models.errors import ExportError, RuntimeUnavailable
+from training.card import render
+from training.corpus import SourceFile, load_corpus, split
+from training.evaluate import heldout_passages, load_heldout
+from training.prompts import MAX_TOKENS, MIN_TOKENS
 
 HERE = Path(reference.__file__).parent
 
@@ -41,30 +63,23 @@ def test_the_package_loads_no_model_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=paths, check=False).returncode == 0
 
 
-def test_sizes_are_within_their_bounds() -> None:
-    """The target is at most 40 MB, the draft at most 4 MB, and the target has ten times the draft's parameters."""
+def test_the_pair_keeps_its_promises() -> None:
+    """The target is at most 40 MB, the draft at most 4 MB, and the target has ten times the draft's parameters. Held-
+    out perplexity is under 20 and two thirds of the tested tokens are accepted at temperature 0.8; after up to 900
+    tokens, 0.55 of them, and 0.66 of greedy ones.
+    """
     assert (reference.target_dir() / "model.safetensors").stat().st_size <= 40_000_000
     assert (reference.draft_dir() / "model.safetensors").stat().st_size <= 4_000_000
-    parameters = stored("metrics.json")["parameters"]
-    assert parameters["target"] >= 10 * parameters["draft"]
-
-
-def test_stored_metrics_hold_the_promises_of_the_pair() -> None:
-    """Held-out perplexity is under 20 and two thirds of the tested tokens are accepted at temperature 0.8."""
     metrics = stored("metrics.json")
+    assert metrics["parameters"]["target"] >= 10 * metrics["parameters"]["draft"]
     assert metrics["heldout"]["target"]["perplexity"] < 20.0
     assert {row["temperature"]: row["in_chain"] for row in metrics["acceptance"]}[0.8] >= 0.66
-
-
-def test_acceptance_holds_up_on_long_contexts() -> None:
-    """After up to 900 tokens, 0.55 of the tested tokens are accepted at temperature 0.8, and 0.66 of greedy ones."""
-    rows = stored("metrics.json")["acceptance_by_context"]
+    rows = metrics["acceptance_by_context"]
     assert [(row["temperature"], row["context"]) for row in rows] == [
         (temperature, context) for temperature in (0.0, 0.8) for context in (100, 300, 600, 900)
     ]
-    for temperature, least in ((0.0, 0.66), (0.8, 0.55)):
-        found = [row for row in rows if row["temperature"] == temperature]
-        assert all(row["in_chain"] >= least and row["error"] < 0.015 for row in found)
+    for row in rows:
+        assert row["in_chain"] >= {0.0: 0.66, 0.8: 0.55}[row["temperature"]] and row["error"] < 0.015
 
 
 def test_both_models_have_one_tokenizer() -> None:
@@ -119,46 +134,14 @@ def test_the_library_gives_the_stored_heldout_files() -> None:
         assert [file.path for file in corpus.heldout] == trained["heldout"]
 
 
-def test_tests_and_tables_are_not_trained_on() -> None:
-    """Tests, other projects' code and character maps are left out; ordinary modules are not."""
-    assert is_wanted("json/decoder.py")
-    for path in ("test/test_os.py", "idlelib/idle_test/x.py", "site-packages/a/b.py", "_sysconfigdata_x.py"):
-        assert not is_wanted(path)
-    assert is_table("decoding_table = ('...')") and is_table("0123456789," * 9) and not is_table("import os\n")
-
-
-def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
-    """A method's prompt starts with its class line; a function too short to leave two lines gives none."""
-    body = "".join(f"        value_{index} = compute(value_{index})\n" for index in range(12))
-    text = f"class A(B):\n    other = 1\n\n    def method(self):\n{body}\n\ndef tiny():\n    return 1\n"
-    (prompt,) = cut_prompts([SourceFile("a.py", text)], count_tokens=lambda part: len(part.split()) * 4)
-    assert prompt.text.startswith("class A(B):\n\n    def method(self):\n        value_0")
-    assert prompt.line == 4
-    assert len(prompt.text.splitlines()) < len(text.splitlines()) - 5
-
-
 def test_the_card_shows_the_stored_numbers() -> None:
     """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
-    rendered = pytest.importorskip("training.card").render(stored("metrics.json"), stored("training.json"))
+    rendered = render(stored("metrics.json"), stored("training.json"))
     assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
-
-
-def test_rounds_count_what_was_tested() -> None:
-    """A round tests up to its first rejected token, accepts what stands before it, and skips the target's own token."""
-    from outrider.export.check.acceptance import play_rounds
-
-    matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
-    counts = play_rounds(matches, depth=4, counts_short_ends=True)
-    # Rounds: 1 1 0 | 0 | 1 1 1 1 (and the free token after it) | 1
-    assert (counts.tested, counts.accepted, counts.rounds) == (9, 7, 4)
 
 
 def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> None:
     """The bound equals the share of equal picks under shared Gumbel noise, and is 1 for equal distributions."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from outrider.export.distill.trainer.losses import match_bound
-
     generator = torch.Generator().manual_seed(1)
     log_p = torch.randn(20, generator=generator).log_softmax(-1)
     log_q = torch.randn(20, generator=generator).log_softmax(-1)
@@ -169,96 +152,162 @@ def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> 
     assert math.isclose(match_bound(log_p, log_p, nothing, nothing), 1.0, abs_tol=1e-5)
 
 
-def test_the_draft_follows_the_target_at_far_positions(tokenizer: Tokenizer) -> None:
-    """Over real text their likeliest tokens agree in more than half of the positions 600 to 900."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    from training.evaluate import heldout_passages, load_heldout
-
-    ids = torch.tensor(heldout_passages(tokenizer, load_heldout(), count=4, length=900))
+def test_the_models_load_and_write_python(tokenizer: Tokenizer) -> None:
+    """Both directories load with AutoModelForCausalLM, and each predicts its own kind of text better than chance. Over
+    real text their likeliest tokens agree in more than half of the positions 600 to 900.
+    """
+    start = torch.tensor([tokenizer.encode("import os\nimport sys\n\n\ndef main():\n    if __name__ ==").ids])
+    far = torch.tensor(heldout_passages(tokenizer, load_heldout(), count=4, length=900))
     picks = []
     for directory in (reference.target_dir(), reference.draft_dir()):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         with torch.inference_mode():
-            picks.append(model(input_ids=ids).logits.argmax(-1))
+            next_id = int(model(input_ids=start).logits[0, -1].argmax())
+            picks.append(model(input_ids=far).logits.argmax(-1))
+        assert tokenizer.decode([next_id]).strip() in {"'__", '"__', "'", '"', "__"}
+        assert model.config.max_position_embeddings >= 1024
     agrees = (picks[0] == picks[1]).float().mean(dim=0)
     assert float(agrees[600:].mean()) > 0.55  # with the draft of 256 positions it was 0.28
 
 
-def test_heldout_passages_are_spread_over_the_files(tokenizer: Tokenizer) -> None:
-    """Each is a piece of one file, of the length asked for; more files than one are used; too many are refused."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from training.evaluate import heldout_passages
-
-    files = [SourceFile("a.py", "abc = 1\n" * 30), SourceFile("b.py", "x"), SourceFile("c.py", "def f(): pass\n" * 30)]
-    passages = heldout_passages(tokenizer, files, count=6, length=12)
-    texts = [tokenizer.decode(passage) for passage in passages]
-    assert [len(passage) for passage in passages] == [12] * 6
-    sources = [[index for index, file in enumerate(files) if text in file.text] for text in texts]
-    assert sources == sorted(sources) and sources[0] == [0] and sources[-1] == [2]
-    with pytest.raises(ValueError, match="2 passages of 2000 tokens; the files have room for 1 to 0"):
-        heldout_passages(tokenizer, files, count=2, length=2000)
+# -- what is exported of it for a first use ----------------------------------------------------------------------------
 
 
-def test_the_long_stage_continues_a_stored_pair(tmp_path: Path) -> None:
-    """Its checkpoints are the pair's weights, its record is the pair's with the two stages after it."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    from training import recipe, training_record
-    from training.train import Workshop
+@pytest.mark.parametrize(
+    ("arguments", "models", "widen_mb", "precision"),
+    [
+        (["reference"], (reference.draft_dir(), reference.target_dir()), 700.0, "fp32"),
+        (["reference", "--widen", "0"], (reference.draft_dir(), reference.target_dir()), None, None),
+        (
+            ["reference", "--widen", "300", "--target-precision", "int8"],
+            (reference.draft_dir(), reference.target_dir()),
+            300.0,
+            "int8",
+        ),
+        (["DRAFT", "TARGET"], ("DRAFT", "TARGET"), None, None),
+        # As it does for `distill`, the name stands for the one model in its place.
+        (["mine", "reference"], ("mine", reference.target_dir()), None, None),
+        (["reference", "theirs"], (reference.draft_dir(), "theirs"), None, None),
+    ],
+)
+def test_the_reference_target_is_widened_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    models: tuple[object, object],
+    widen_mb: float | None,
+    precision: str | None,
+) -> None:
+    """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
+    seen: list[tuple[object, ...]] = []
 
-    work = Workshop(tmp_path, tmp_path / "out", recipe.REFERENCE_RECIPE)
-    work.start_from(HERE)
-    for stage, directory in (("target", reference.target_dir()), ("distill", reference.draft_dir())):
-        found = torch.load(tmp_path / f"{stage}.pt", weights_only=True)["model"]
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items())
-    rows = {192: 16, 512: 12, 1024: 10}
-    for plan in work.recipe.long_pools:
-        folder = work.long_pool_folder(plan)
-        folder.mkdir()
-        made = {"rows": rows[plan.row_length], "is_complete": True}
-        (folder / "pool.json").write_text(json.dumps(made), encoding="utf-8")
-    torch.save({"step": 10, "used_s": 120.0}, tmp_path / "long_distill.pt")
-    nothing = np.zeros(1, dtype=np.uint16)
-    record = training_record.collect(tmp_path, load_corpus(), (nothing, nothing), work.recipe, ["shared"])
-    before = stored("training.json")
-    assert record["stages"][:-2] == before["stages"] and record["notes"] == [*before["notes"], "shared"]
-    assert "16 rows of 192, 12 rows of 512 and 10 rows of 1,024 tokens" in record["stages"][-2]
-    assert (
-        "2 minutes, 10 steps of 4 rows of 192, 3 rows of 512 and 2 rows of 1,024 tokens, 2.5, 2.5 and 2.0 times"
-        in (record["stages"][-1])
-    )
+    def export(*given: object, options: PairOptions, **_: object) -> tuple[()]:
+        seen.append((*given[:2], options.target.widen_mb, options.target.precision))
+        return ()
 
-
-def test_long_passages_leave_the_target_something_to_write(tmp_path: Path) -> None:
-    """They are pieces of the training stream that fill a row but for 64 to 191 tokens, the same in every run."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from training import recipe
-    from training.train import Workshop
-
-    stream = np.arange(4000, dtype=np.uint16)
-    plan = recipe.REFERENCE_RECIPE.long_pools[-1]
-    both = []
-    for _ in range(2):
-        work = Workshop(tmp_path, tmp_path, recipe.REFERENCE_RECIPE)
-        work.__dict__["streams"] = (stream, stream[:0])
-        both.append(work.long_passages(plan))
-    assert both[0] == both[1]
-    assert {plan.row_length - len(passage) for passage in both[0]} == set(range(64, 192))
-    assert all(passage == list(range(passage[0], passage[0] + len(passage))) for passage in both[0])
+    monkeypatch.setattr(export_cli, "export_pair", export)
+    assert run_export(monkeypatch, "pair", *arguments) == 0
+    shown = capsys.readouterr()
+    assert seen == [(*models, widen_mb, precision)]
+    assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
+    assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
 
 
-def test_the_models_load_and_write_python(tokenizer: Tokenizer) -> None:
-    """Both directories load with AutoModelForCausalLM, and each predicts its own kind of text better than chance."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    ids = torch.tensor([tokenizer.encode("import os\nimport sys\n\n\ndef main():\n    if __name__ ==").ids])
-    for directory in (reference.target_dir(), reference.draft_dir()):
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        with torch.inference_mode():
-            next_id = int(model(input_ids=ids).logits[0, -1].argmax())
-        assert tokenizer.decode([next_id]).strip() in {"'__", '"__', "'", '"', "__"}
-        assert model.config.max_position_embeddings >= 1024
+def test_the_cached_pair_is_printed_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the commands of the device and the server read; only the reference pair is kept."""
+    seen: dict[str, object] = {}
+
+    def export(**options: object) -> PairPaths:
+        seen.update(options)
+        return PairPaths(Path("d"), Path("t"))
+
+    monkeypatch.setattr(export_cli, "export_reference_pair", export)
+    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(DraftChoice(emulate_npu=True)))) == 0
+    assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
+    assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
+    assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
+    assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
+    assert seen["widen_mb"] is None and seen["draft"] == ExportOptions("draft", runtime="onnxruntime")
+    assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
+    assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        *((option, option) for option in ("--ahead-of-time", "--chat", "--sweep", "--keep", "--force", "--overwrite")),
+        ("--same-tokenizer", "--same-tokenizer"),
+        ("--out x", "--out"),
+        ("--npu-platform NPU4000", "--npu-platform"),
+        ("--target-device gpu", "--target-device"),
+        ("--target-runtime torch", "--target-runtime"),
+        ("--prompts x.json", "--prompts"),
+        ("--step-ms 15", "--step-ms"),
+        ("--extra-ms 1", "--extra-ms"),
+        ("--rtt-ms 20", "--rtt-ms"),
+        ("--threads 2", "--threads"),
+        ("--threads 0 --out bundles", "--out, --threads"),  # also one that is given with its default
+    ],
+)
+def test_the_cached_pair_refuses_options_that_it_would_drop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, refused: str
+) -> None:
+    """By name, in one message, before any work."""
+    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
+    assert run_export(monkeypatch, "pair", "reference", "--cached", "--widen", "0", *words.split()) == 2
+    assert f"--cached does not take {refused}; leave out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece of advice: to name one."""
+    monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
+    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
+        default_draft(AS_BUNDLED)
+
+
+def make_source(directory: Path, family: str = "llama", **overrides: Any) -> Path:
+    size = make_tiny_tokenizer(directory)
+    return make_tiny_model(family, directory, vocab_size=size, **overrides)
+
+
+def logits(directory: Path) -> NDArray[np.float32]:
+    return source_logits(load_source_model(directory), range(2, 60))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {"mlp_bias": True}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {})],
+)
+def test_a_widened_model_computes_the_same(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """Logits move by no more than the order of a sum moves them; the same files are written again.
+
+    Added neurons do real work: they are not zero, and far from the denormal numbers that would make kernels slow.
+    """
+    source = make_source(tmp_path / "source", family, **overrides)
+    widened = widen(source, tmp_path / "wide", 4.0)
+    before, after = logits(source), logits(tmp_path / "wide")
+    assert np.abs(after - before).max() <= 2e-6 * np.abs(before).max()
+    assert widened.architecture.parameters * 4e-6 == pytest.approx(4.0, rel=0.02)
+    original, tensors = read_source(source).architecture, load_file(tmp_path / "wide" / "model.safetensors")
+    for kind in ("gate", "up"):
+        added = tensors[f"model.layers.0.mlp.{kind}_proj.weight"][original.intermediate_size :]
+        assert len(added) and np.abs(added).min() > 1e-3 and np.abs(added).max() < 1
+    widen(source, tmp_path / "again", 4.0)
+    first, second = ({p.name: hash_file(p) for p in (tmp_path / name).iterdir()} for name in ("wide", "again"))
+    assert first == second
+
+
+def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
+    """Too small a wish, a widened model, a place that is taken, a feed-forward of another make."""
+    source = make_source(tmp_path / "source")
+    with pytest.raises(ExportError, match="cannot be widened"):
+        widen(source, tmp_path / "wide", 0.01)
+    with pytest.raises(ExportError, match=r"\(gpt_neox\) cannot be widened: it has 0 matrices"):
+        widen(make_source(tmp_path / "ungated", "gpt_neox"), tmp_path / "wide", 2.0)
+    widen(source, tmp_path / "wide", 2.0)
+    with pytest.raises(ExportError, match="not empty"):
+        widen(source, tmp_path / "wide", 2.0)
+    with pytest.raises(ExportError, match="widened already"):
+        widen(tmp_path / "wide", tmp_path / "wider", 4.0)

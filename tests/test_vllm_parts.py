@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from tests.requests import flat_request
 from outrider.cloud.distributions import Distributions
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
-from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import Policy, Wait
 from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
 from outrider.cloud.seam import DraftHints
@@ -185,19 +184,24 @@ def with_text(on: Book, number: int, *draft: int) -> Served:
     return on.open(Terms(number, SAMPLED, 20, DraftHints(draft)), [9, 9])
 
 
+def failing(patch: pytest.MonkeyPatch, kind: type, name: str, is_bad: Callable[[Any], bool], words: str = "") -> None:
+    """Makes a method raise where its first argument is bad."""
+    right = getattr(kind, name)
+
+    def faulty(self: Any, first: Any, *more: Any, **named: Any) -> Any:
+        if is_bad(first):
+            raise ZeroDivisionError(f"{words} {first}")
+        return right(self, first, *more, **named)
+
+    patch.setattr(kind, name, faulty)
+
+
 @pytest.mark.parametrize("once", [False, True])
 def test_drafts_that_cannot_be_merged_are_dropped(
     once: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before, with and after the request; each sequence logs once, without its tokens, and goes on without drafts."""
-    merge = DraftTrie.merge
-
-    def faulty(trie: DraftTrie, path: Sequence[int], **how: Any) -> None:
-        if BAD in path:
-            raise KeyError(f"quotes {path}")
-        merge(trie, path, **how)
-
-    monkeypatch.setattr(DraftTrie, "merge", faulty)
+    failing(monkeypatch, DraftTrie, "merge", lambda path: BAD in path, "quotes")
     on, clock = book()
     on.take_paths(1, 0, [[BAD]], clock.now)
     early, at_once, late = with_text(on, 1), with_text(on, 2, BAD), on.open(Terms(3, SAMPLED, 20, once=once), [9])
@@ -217,50 +221,27 @@ def test_a_sequence_that_the_policy_cannot_handle_loses_its_drafts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The sequences beside it keep theirs; where none is to blame alone, a step goes on without drafts."""
-    choose, is_waiting, observe = Drafting.choose, Drafting.is_waiting, AcceptanceEstimator.observe
-    blame: list[PendingDrafts] = []
-
-    def faulty_choice(self: Drafting, decoding: Sequence[PendingDrafts], *rest: Any) -> Any:
-        if any(drafts in blame for drafts in decoding):
-            raise ZeroDivisionError
-        return choose(self, decoding, *rest)
-
-    monkeypatch.setattr(Drafting, "choose", faulty_choice)
     on, clock = book()
     bad, fine = with_text(on, 1, 5, 6), with_text(on, 2, 5, 6)
-    blame.append(bad.drafts)
-    assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: [5, 6]} and on.totals.faults == 1
-
-    def faulty_together(self: Drafting, decoding: Sequence[PendingDrafts], *rest: Any) -> Any:
-        if len(decoding) > 1:
-            raise ZeroDivisionError
-        return choose(self, decoding, *rest)
-
-    monkeypatch.setattr(Drafting, "choose", faulty_together)
-    for _ in range(3):
-        assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: []}
+    blame = [bad.drafts]
+    with monkeypatch.context() as patch:
+        failing(patch, Drafting, "choose", lambda decoding: any(drafts in blame for drafts in decoding))
+        assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: [5, 6]} and on.totals.faults == 1
+    with monkeypatch.context() as patch:
+        failing(patch, Drafting, "choose", lambda decoding: len(decoding) > 1)
+        for _ in range(3):
+            assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: []}
     assert not fine.is_muted and on.totals.faults == 4 and len(caplog.records) == 2
-    monkeypatch.setattr(Drafting, "choose", choose)
-
-    def faulty_wait(self: Drafting, drafts: PendingDrafts, now: float) -> bool:
-        if drafts in blame:
-            raise ZeroDivisionError
-        return is_waiting(self, drafts, now)
-
-    monkeypatch.setattr(Drafting, "is_waiting", faulty_wait)
+    failing(monkeypatch, Drafting, "is_waiting", lambda drafts: drafts in blame)
     waits = with_text(on, 3, 5, 6)
     waits.drafts.wait = fine.drafts.wait = Wait(3, 1.0)
     waits.drafts.wait_nodes = fine.drafts.wait_nodes = 2
     waits.drafts.wait_deadline = fine.drafts.wait_deadline = clock.now + 1.0
     blame.append(waits.drafts)
     assert on.waiting([fine, waits], clock.now, 2) == {fine} and waits.is_muted
-
-    def faulty_lesson(self: AcceptanceEstimator, *what: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(AcceptanceEstimator, "observe", faulty_lesson)
-    assert commit(on, fine, 5, 6, 7) == (0, 2, 2) and fine.is_muted and fine.tokens == [9, 9, 5, 6, 7]
-    monkeypatch.setattr(AcceptanceEstimator, "observe", observe)
+    with monkeypatch.context() as patch:
+        failing(patch, AcceptanceEstimator, "observe", lambda what: True)
+        assert commit(on, fine, 5, 6, 7) == (0, 2, 2) and fine.is_muted and fine.tokens == [9, 9, 5, 6, 7]
     assert commit(on, fine, 8) == (3, 0, 0)
     on.close(fine)
     assert with_text(on, 4, 5).drafts.trie.num_nodes == 1

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
 from tests.engine_harness import Clock
+from tests.test_vllm_parts import book, verified
 
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import NO_WAIT, Policy
@@ -27,15 +29,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
 
 GREEDY = SamplingParams()
-
-
-def book(policy: Policy = Policy.VERIFY) -> tuple[Book, Clock]:
-    clock = Clock()
-    return Book(max_draft=8, policy=policy, looks_up=False, has_heads=True, clock=clock), clock
-
-
-def verified(on: Book, served: Served) -> list[int]:
-    return on.choose([served], 64, StepSize(1, 3), 3.0)[served]
+heads_book = partial(book, max_draft=8, has_heads=True)
 
 
 def step(on: Book, served: Served, tokens: Sequence[int], heads: Sequence[int] = ()) -> list[int]:
@@ -82,7 +76,7 @@ def test_a_model_that_is_no_head_is_refused(tmp_path: Path) -> None:
 
 def test_the_heads_fill_steps_for_which_the_device_sent_nothing() -> None:
     """And only the step after them: an older draft of theirs does not count, nor one of a text that is over."""
-    on, _ = book()
+    on, _ = heads_book()
     served = on.open(Terms(1, GREEDY, 40), [9])
     assert step(on, served, [1], [2, 3, 4, 5]) == []
     assert step(on, served, [2, 3, 4, 5, 6], [7, 8, 1, 2])[:2] == [2, 3]
@@ -93,7 +87,7 @@ def test_the_heads_fill_steps_for_which_the_device_sent_nothing() -> None:
 
 def test_a_newer_draft_replaces_what_is_left_of_an_older_one() -> None:
     """Its last tokens were guessed without the text since."""
-    on, _ = book()
+    on, _ = heads_book()
     served = on.open(Terms(1, GREEDY, 40), [9])
     step(on, served, [1], [2, 3, 4, 5])
     step(on, served, [2, 3], [6, 7, 8, 1])
@@ -103,7 +97,7 @@ def test_a_newer_draft_replaces_what_is_left_of_an_older_one() -> None:
 @pytest.mark.parametrize("device_is_right", [False, True])
 def test_the_likelier_draft_is_verified(device_is_right: bool) -> None:
     """The heads' where the device has been wrong, the device's where it has been right and is longer."""
-    on, clock = book()
+    on, clock = heads_book()
     served = on.open(Terms(1, GREEDY, 400), [9])
     text = [n % 50 for n in range(200)]
     for at in range(0, 90, 3):
@@ -115,7 +109,7 @@ def test_the_likelier_draft_is_verified(device_is_right: bool) -> None:
 
 def test_items_and_probes_have_no_heads() -> None:
     """The ones bring their draft, the others measure."""
-    on, _ = book()
+    on, _ = heads_book()
     item = on.open(Terms(1, GREEDY, 9, DraftHints((5, 6)), once=True), [9])
     probe = on.open(Terms(2, GREEDY, 9, probe=1), [9])
     for served in (item, probe):
@@ -125,7 +119,7 @@ def test_items_and_probes_have_no_heads() -> None:
 
 def test_a_wait_ends_with_a_draft_that_is_worth_a_step() -> None:
     """A sequence waits for its device; the heads' draft comes first, and has been right."""
-    on, clock = book(Policy.AUTO)
+    on, clock = heads_book(policy=Policy.AUTO)
     on.stepped(StepSize(1, 3), 0.050, 0.0)
     on.stepped(StepSize(5, 15), 0.051, 0.0)
     on.learn()
@@ -154,7 +148,7 @@ def test_a_trie_is_emptied_with_its_counts() -> None:
 
 def measured(ratio: float) -> tuple[Heads, Book, Clock]:
     """Heads whose drafts make a step so much longer."""
-    on, clock = book()
+    on, clock = heads_book()
     heads = Heads(8, clock)
     probe = on.open(Terms(99, GREEDY, 40, probe=1), [9])
     for _ in range(9):

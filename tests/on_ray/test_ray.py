@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
-import yaml
+from tests.agents import free_port
 from tests.on_ray.fakes import OpenFake
 from tests.redis_server import redis_server
 from tests.serving import read_events, run_session, target_tokens
+from tests.waiting import wait_until
 
 from outrider.cloud.replicas.cluster import ENVIRONMENT, Scale, local_ray, replicas_of
 from outrider.cloud.replicas.members import Report
 from outrider.cloud.replicas.registry import open_registry
 from outrider.cloud.replicas.replica import LOOPBACK
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.replicated import APPLICATION, OpenReplica, app, application_of, deploy
+from outrider.cloud.server.replicated import APPLICATION, application_of, deploy
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
@@ -32,7 +31,6 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
-from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
 from outrider.models.wire.protocol import SessionEnd, SessionOpen
 
@@ -69,10 +67,7 @@ class Running:
 
     def wait_until(self, is_so: Callable[[list[Report]], bool]) -> None:
         """Returns once it is so by the reports; the registry waits for their changes."""
-        deadline = time.monotonic() + WAIT_S
-        while not is_so(self.reports()):
-            assert time.monotonic() < deadline, "the replicas did not come to this state in time"
-            time.sleep(0.05)
+        wait_until(lambda: is_so(self.reports()), WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -85,27 +80,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             patch.setenv(name, ENVIRONMENT[name])
         from ray import serve
 
-        with _free_port() as port:
-            options = ServeOptions("fake", port=port, api_key_file=keys, replicas="2", threads=1, drain_s=0.1)
+        options = ServeOptions("fake", port=free_port(), api_key_file=keys, replicas="2", threads=1, drain_s=0.1)
         deploy(application_of(options, OpenFake(), host=LOOPBACK))
         found = Running(f"http://127.0.0.1:{options.port}", options)
         found.wait_until(lambda reports: len(reports) == 2)
         yield found
         serve.shutdown()
-
-
-class _free_port:
-    """A port that is free now."""
-
-    def __enter__(self) -> int:
-        import socket
-
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            return int(sock.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def pid_of(report: Report) -> int:
@@ -320,37 +300,13 @@ def test_replicas_scale_by_what_they_report() -> None:
     assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
 
 
-def test_the_clusters_configuration_is_one(tmp_path: Path) -> None:
-    """deploy/ray/serve.yaml is what `serve deploy` takes, and its arguments are options."""
-    from ray.serve.schema import ServeDeploySchema
-
-    path = Path(__file__).parents[2] / "deploy" / "ray" / "serve.yaml"
-    raw: dict[str, Any] = yaml.safe_load(path.read_text())
-    schema = ServeDeploySchema.model_validate(raw)
-    (application,) = schema.applications
-    assert str(schema.proxy_location.value) == "Disabled" and application.route_prefix is None
-    assert application.import_path == "outrider.cloud.server.replicated:app"
-    front = app(application.args)._bound_deployment
-    assert front.name == "front" and front.init_args[0].port == 8000
-    make, name, host = front.init_args[2]._bound_deployment.init_args
-    assert (name, host) == (APPLICATION, "node")
-    assert isinstance(make, OpenReplica) and make.options.ray  # so that its prefixes are written at once
-    assert make.options.api_key_file is None and front.init_args[0].api_key_file == Path("/etc/outrider/keys")
-    assert replace(make.options, api_key_file=front.init_args[0].api_key_file) == front.init_args[0]
-    with pytest.raises(ConfigError, match="'bogus' is no option"):
-        app({**application.args, "bogus": 1})
-    with pytest.raises(ConfigError, match="'port'"):
-        app({**application.args, "port": "high"})
-
-
 def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) -> None:
     """Another model, deployed beside the first: neither front may choose the other's replicas."""
     import ray
     from ray import serve
 
     own = {report.tag for report in running.reports()}
-    with _free_port() as port:
-        options = replace(running.options, port=port, replicas="1")
+    options = replace(running.options, port=free_port(), replicas="1")
     # The builder of `serve deploy` does not know the application's name.
     deploy(application_of(options, OpenFake(seed=9), host=LOOPBACK), name="other")
     others = ray.get(open_registry("other").changes.remote(None), timeout=WAIT_S)[1]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.requests import flat_request
 from tests.vllm.serving import Reference
-from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Text, mixed, nothing, right
+from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Text, mixed, nothing, right, run_all
 from tests.waiting import TIMEOUT_S
 
-from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -105,18 +104,6 @@ class Ruled:
 @pytest.fixture(scope="module")
 def ruled() -> Ruled:
     return Ruled()
-
-
-def run_all(engine: VllmEngine, asked: Sequence[tuple[GenerateRequest, list[int], Any]]) -> list[Text]:
-    """All texts at once."""
-    running = []
-    for request, truth, guess in asked:
-        text = Text(engine, truth, guess)
-        text.submit(request)
-        running.append(text)
-    for text in running:
-        assert text.ended.wait(4 * TIMEOUT_S)
-    return running
 
 
 def test_rules_give_the_same_text_with_and_without_drafts(

@@ -45,3 +45,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
         yield shared
     finally:
         shared.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module that runs the tests of another, `same`, sees vLLM's server and the target of transformers there."""
+    with pytest.MonkeyPatch.context() as patch:
+        if same := getattr(request.module, "same", None):
+            request.getfixturevalue("vllm").patch(same, patch)
+        yield

@@ -168,6 +168,17 @@ def start_engine(
     return VllmEngine(VllmConfig(arguments=arguments, max_running=16, max_draft=options.max_draft, **config))
 
 
+@contextmanager
+def running_engine(root: Path, *given: str, **options: Any) -> Iterator[VllmEngine]:
+    """The same, ended at the end."""
+    engine = start_engine(root, *given, **options)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        engine.close()
+
+
 class _View(ServingEngine):
     """The shared engine as one server's own: counted from its start, stopped without ending vLLM."""
 
@@ -312,3 +323,8 @@ def shared_by(module: ModuleType, *left_out: str) -> dict[str, Callable[..., Any
     for name in left_out:
         del found[name]
     return found
+
+
+def only(module: ModuleType, *names: str) -> dict[str, Callable[..., Any]]:
+    """These of a module's tests; they must exist."""
+    return {name: getattr(module, name) for name in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -143,23 +142,3 @@ def test_ctrl_c_lets_a_session_finish(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGINT)
             *_, end = events
         assert isinstance(end, SessionEnd) and end.reason == "length" and end.usage.completion_tokens == 300
-
-
-def test_mistakes_are_said_before_vllm_starts(tmp_path: Path) -> None:
-    """Options that are not allowed, code of a model's own, other formats: one line each, in a second or two."""
-    (tmp_path / "model").mkdir()
-    config = tmp_path / "model" / "config.json"
-    for model, options, reason in (
-        (TARGET, ["--vllm-option", "trust_remote_code=true"], "is not allowed"),
-        (TARGET, ["--vllm-option", "dtype=int3"], "expected auto, float32"),
-        (TARGET, ["--tree", "tree"], "one path a step"),
-        (TARGET, ["--exact", "bitwise"], "no batch-invariant kernels"),
-        (TARGET, ["--device", "cuda:1"], "--device"),
-        (config.parent, [], "needs code of its own"),
-        ("reference", [], "cannot serve 'reference'"),
-    ):
-        config.write_text(json.dumps({"auto_map": {"AutoModel": "code.py"}}))
-        command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(model), "--engine", "vllm", *options]
-        found = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, check=False)
-        assert found.returncode != 0 and reason in found.stderr, (found.stderr, reason)
-        assert "Traceback" not in found.stderr

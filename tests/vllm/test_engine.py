@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-import httpx
 import msgspec
 import pytest
 import zmq
+from tests.engine_harness import Collector
 from tests.requests import flat_request
-from tests.serving import EOS_ID, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
-from tests.waiting import TIMEOUT_S
+from tests.waiting import wait_until
 
-from outrider.cloud.seam import CommitEvent, EndEvent, Event
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 PROMPT = tuple(range(20, 20 + 150))  # more than one of vLLM's blocks
-
-
-class Collector:
-    """A sink that keeps its events."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.end: EndEvent | None = None
-        self.began, self.ended = threading.Event(), threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        assert self.end is None, "an event after the end"
-        if isinstance(event, CommitEvent):
-            self.tokens += event.tokens
-            self.began.set()
-        elif isinstance(event, EndEvent):
-            self.end = event
-            self.ended.set()
-
-    def wait(self) -> EndEvent:
-        """The end."""
-        assert self.ended.wait(TIMEOUT_S) and self.end is not None
-        return self.end
 
 
 def run(engine: VllmEngine, prompt: Sequence[int], count: int, owner: bytes = b"", keep: bool = False) -> Collector:
@@ -63,19 +38,6 @@ def test_the_cache_is_shared_within_an_owner_only(vllm: SharedEngine) -> None:
     assert run(vllm.engine, PROMPT, 4, b"b").tokens == vllm.target_tokens(PROMPT, 4)
 
 
-def test_a_kept_text_is_continued_by_its_hash(vllm: SharedEngine) -> None:
-    """A session that asks for it leaves its ids; its owner goes on with the hash, another cannot."""
-    whole = vllm.target_tokens(PROMPT, 12)
-    first = run(vllm.engine, PROMPT, 8, b"a", keep=True)
-    name = first.wait().prefix_hash
-    assert name is not None and len(name) <= 64 and first.tokens == whole[:8]
-    second = Collector()
-    vllm.engine.submit(flat_request((), SamplingParams(), 4, owner=b"a", prefix_hash=name), second)
-    assert second.wait().usage.prompt_tokens == len(PROMPT) + 8 and second.tokens == whole[8:]
-    with pytest.raises(RequestError, match="is not held here"):
-        vllm.engine.submit(flat_request((), SamplingParams(), 4, owner=b"b", prefix_hash=name), second)
-
-
 def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     """Before vLLM knows of it, and while it runs; nothing stays open, no task is left."""
     gate = vllm.gate()
@@ -84,7 +46,7 @@ def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     vllm.engine.cancel(vllm.engine.submit(request, early))
     number = vllm.engine.submit(request, late)
     gate.allow(30)
-    assert late.began.wait(TIMEOUT_S)
+    wait_until(lambda: bool(late.tokens))
     vllm.engine.cancel(number)
     gate.open()
     assert (early.wait().reason, late.wait().reason) == ("cancelled", "cancelled")
@@ -93,18 +55,6 @@ def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
     run(vllm.engine, PROMPT, 1)  # tasks of the first two have ended by now; two are the engine's own
     assert len(vllm.engine._processes._works) <= 3
-
-
-def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: SharedEngine) -> None:
-    """Drafts may overtake their request, which goes another way."""
-    gate = vllm.gate()
-    expected, found = vllm.target_tokens(PROMPT, 20), Collector()
-    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
-    for _ in range(200):
-        vllm.engine.draft(number, 0, [expected[:10]])
-    gate.open()
-    end = found.wait()
-    assert found.tokens == expected and end.usage.target_passes < 20
 
 
 def test_drafts_that_the_engine_process_cannot_take_are_refused(
@@ -130,20 +80,6 @@ def test_drafts_that_the_engine_process_cannot_take_are_refused(
     assert found.wait().usage.target_passes < 20 and found.tokens == expected
 
 
-def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the embedded engine's, with the same code."""
-    monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1, max_queue=1))
-    gate = vllm.gate()
-    sinks = [Collector() for _ in range(2)]
-    for sink in sinks:
-        vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 2), sink)
-    with pytest.raises(RequestError, match="queued already") as refused:
-        vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 2), Collector())
-    assert refused.value.code == "overloaded"
-    gate.open()
-    assert [sink.wait().reason for sink in sinks] == ["length", "length"]
-
-
 def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, also where they came by a hash; an owner that has none of them is let in."""
     long = tuple(range(1, 250)) * 16
@@ -166,17 +102,6 @@ def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypat
     assert [sink.wait().reason for sink in sinks] == ["length"] * 4
 
 
-def test_metrics_and_facts_are_served(vllm: SharedEngine) -> None:
-    """The same names as with the embedded engine; what is measured is there."""
-    with vllm.serve() as server, httpx.Client(base_url=server.url) as client:
-        run_session(client, {"prompt": list(PROMPT), "max_tokens": 5, "ignore_eos": True})
-        ready, text = client.get("/health/ready").json(), client.get("/metrics").text
-        assert ready["status"] == "ready" and ready["step_ms"] > 0
-        assert "outrider_generation_tokens_total 5.0" in text and "outrider_engine_steps_total" in text
-        assert client.get("/v1/model").json()["max_positions"] == vllm.engine.limits.max_positions
-        assert client.get("/v1/model").json()["eos_token_ids"] == [EOS_ID]
-
-
 def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None:
     """Its step is run again without drafts; the cache of what it touched is used by nobody."""
     prompt = tuple(range(30, 130))
@@ -196,7 +121,7 @@ def test_a_tree_below_a_node_that_the_commits_contradict_is_stale(vllm: SharedEn
     wrong = 7 if truth[0] != 7 else 8
     number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
     gate.allow(2)
-    assert found.began.wait(TIMEOUT_S)
+    wait_until(lambda: bool(found.tokens))
     vllm.engine.draft_tree(number, TreeDraft(0, 0, [truth[0], truth[1], truth[2]], [ROOT, 0, 1], [15, 15, 15]))
     with pytest.raises(RequestError) as refused:
         vllm.engine.draft_tree(number, TreeDraft(0, 3, [wrong], [ROOT], [15]))

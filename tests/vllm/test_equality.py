@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.requests import flat_request
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import Reference, start_engine
+from tests.vllm.serving import Reference, running_engine
 from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
@@ -72,6 +72,17 @@ class Text:
             self.ended.set()
 
 
+def run_all(engine: VllmEngine, asked: Sequence[tuple[GenerateRequest, Sequence[int], Guess]]) -> list[Text]:
+    """The texts of requests, generated at once. Each request comes with its text, and with how its drafts guess."""
+    running = []
+    for request, truth, guess in asked:
+        running.append(Text(engine, truth, guess))
+        running[-1].submit(request)
+    for text in running:
+        assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
+    return running
+
+
 def nothing(truth: Sequence[int], at: int) -> list[list[int]]:
     return []
 
@@ -93,11 +104,9 @@ def mixed(truth: Sequence[int], at: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    started = start_engine(ROOT_DIR / "target", scheduler=STEADY)
-    started.calibrate()
-    yield started
-    started.stop()
-    started.close()
+    with running_engine(ROOT_DIR / "target", scheduler=STEADY) as started:
+        started.calibrate()
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +125,10 @@ def test_texts_are_transformers_and_pick(
     guess: Guess,
 ) -> None:
     """Twenty-five texts at once, five samplings; right drafts save passes, wrong ones change nothing."""
-    running = []
-    for prompt, params, truth in texts:
-        text = Text(engine, truth, guess)
-        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0))
-        running.append(text)
-    for text in running:
-        assert text.ended.wait(4 * TIMEOUT_S)
+    asked = [
+        (flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, guess) for prompt, params, truth in texts
+    ]
+    running = run_all(engine, asked)
     assert [text.tokens for text in running] == [truth for _, _, truth in texts]
     ends = [text.end for text in running]
     assert all(end is not None and end.reason == "length" and end.error is None for end in ends)
@@ -140,11 +146,10 @@ def test_all_right_from_the_beginning(
 ) -> None:
     """A draft of the whole text, which `max_draft` cuts: the fewest passes."""
     prompt, params, truth = texts[0]
-    text = Text(engine, truth, nothing)
-    text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, draft=tuple(truth)))
-    assert text.ended.wait(TIMEOUT_S) and text.end is not None
+    request = flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, draft=tuple(truth))
+    (text,) = run_all(engine, [(request, truth, nothing)])
     assert text.tokens == truth
-    assert text.end.usage.target_passes <= 6
+    assert text.end is not None and text.end.usage.target_passes <= 6
 
 
 def test_an_alternative_is_used_when_the_likeliest_branch_fails(
@@ -173,14 +178,10 @@ def test_a_wait_for_drafts_changes_nothing(
     engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]]
 ) -> None:
     """Sequences that sit steps out, as the policy decides, beside one that never waits."""
-    running = []
-    for index, (prompt, params, truth) in enumerate(texts[:5]):
-        text = Text(engine, truth, right if index else nothing)
-        lag_ms = 5.0 if index else None
-        text.submit(flat_request(prompt, params, NUM_TOKENS, lag_ms=lag_ms))
-        running.append(text)
-    for text in running:
-        assert text.ended.wait(2 * TIMEOUT_S)
-    assert [text.tokens for text in running] == [truth for _, _, truth in texts[:5]]
+    asked = [
+        (flat_request(prompt, params, NUM_TOKENS, lag_ms=5.0 if index else None), truth, right if index else nothing)
+        for index, (prompt, params, truth) in enumerate(texts[:5])
+    ]
+    assert [text.tokens for text in run_all(engine, asked)] == [truth for _, _, truth in texts[:5]]
     stats = engine.stats()
     assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.engine_harness import Collector
 from tests.requests import flat_request
-from tests.vllm.test_engine import Collector
 from tests.waiting import TIMEOUT_S
 from vllm.v1.engine import core
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.requests import flat_request
 from tests.vllm.gated import STEADY
 from tests.vllm.head_pairs import make_eagle, make_mtp
-from tests.vllm.serving import IS_CUDA, Reference, start_engine
-from tests.vllm.test_equality import Text, mixed, nothing, right, wrong
-from tests.waiting import TIMEOUT_S
+from tests.vllm.serving import IS_CUDA, Reference, running_engine
+from tests.vllm.test_equality import Guess, mixed, nothing, right, run_all, wrong
 
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.heads import MTP, NUM_DRAFTED
-from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
 
 PROMPTS = ((5, 17, 99), (7, 8), (40,) * 30, tuple(range(30, 130)))
@@ -34,11 +31,9 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     # Blocks for some seven texts at once.
     given = f"heads={heads}", "max_model_len=256", "block_size=32"
     is_v2 = IS_CUDA or "OUTRIDER_INTERPRET" in os.environ
-    engine = start_engine(root, *given, is_v2=is_v2, scheduler=STEADY, kv_cache_bytes=2 << 20)
-    engine.calibrate()
-    yield Running(engine, Reference(root))
-    engine.stop()
-    engine.close()
+    with running_engine(root, *given, is_v2=is_v2, scheduler=STEADY, kv_cache_bytes=2 << 20) as engine:
+        engine.calibrate()
+        yield Running(engine, Reference(root))
 
 
 class Running:
@@ -50,21 +45,16 @@ class Running:
     def run(
         self,
         params: SamplingParams,
-        guess: Callable[[Sequence[int], int], list[list[int]]],
+        guess: Guess,
         prompts: Sequence[tuple[int, ...]] = PROMPTS,
     ) -> list[int]:
         """Generates the texts side by side, and compares them. Returns each one's passes."""
-        texts = []
-        for prompt in prompts:
-            text = Text(self.engine, self.truth(prompt, NUM_TOKENS, params), guess)
-            text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0))
-            texts.append(text)
-        passes = []
-        for text in texts:
-            assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
-            assert text.end.error is None and text.tokens == text._truth
-            passes.append(text.end.usage.target_passes)
-        return passes
+        truths = [self.truth(prompt, NUM_TOKENS, params) for prompt in prompts]
+        requests = [flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0) for prompt in prompts]
+        texts = run_all(self.engine, [(*each, guess) for each in zip(requests, truths, strict=True)])
+        assert [text.tokens for text in texts] == truths
+        assert not any(text.end.error for text in texts if text.end)
+        return [text.end.usage.target_passes for text in texts if text.end]
 
 
 def test_heads_alone_save_their_passes(drafting: Running) -> None:
@@ -79,9 +69,7 @@ def test_a_sampled_text_is_the_same_with_heads(drafting: Running) -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED])
 @pytest.mark.parametrize("guess", [right, wrong, mixed])
-def test_a_device_beside_the_heads_changes_no_text(
-    drafting: Running, guess: Callable[[Sequence[int], int], list[list[int]]], params: SamplingParams
-) -> None:
+def test_a_device_beside_the_heads_changes_no_text(drafting: Running, guess: Guess, params: SamplingParams) -> None:
     """Whatever it drafts. A wrong one takes few of the passes that the heads save: the likelier draft is verified."""
     passes = drafting.run(params, guess)
     if guess is wrong and params.is_greedy:
@@ -98,12 +86,3 @@ def test_more_texts_than_have_blocks_are_whole(drafting: Running) -> None:
     """Each that runs has room for its heads' tokens, too."""
     prompts = [tuple((7 * n + k) % 290 + 1 for k in range(130)) for n in range(40)]
     drafting.run(SamplingParams(), nothing, prompts)
-
-
-def test_a_model_that_is_no_head_does_not_start(tmp_path: Path) -> None:
-    """Said before vLLM starts."""
-    head = make_eagle(tmp_path)
-    config = head / "config.json"
-    config.write_text(config.read_text().replace("EagleLlama", "Llama"))
-    with pytest.raises(ConfigError, match="not EAGLE heads"):
-        start_engine(tmp_path, f"heads={head}")

@@ -10,29 +10,32 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tests import test_edge_agent as same
 from tests.serving import FakeServer
-from tests.vllm.serving import SharedEngine, TransformersDraft
+from tests.vllm.serving import SharedEngine, TransformersDraft, only
 
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.results import GenerationRequest
 
-test_the_text_is_the_targets_whatever_the_draft = same.test_the_text_is_the_targets_whatever_the_draft
-test_the_text_does_not_depend_on_the_depth = same.test_the_text_does_not_depend_on_the_depth
-test_a_stop_token_ends_the_text = same.test_a_stop_token_ends_the_text
-test_the_models_own_end_is_left_to_the_server = same.test_the_models_own_end_is_left_to_the_server
-test_a_cut_session_goes_on_as_if_nothing_had_happened = same.test_a_cut_session_goes_on_as_if_nothing_had_happened
-test_chunks_that_cut_their_connection_at_random_change_nothing = (
-    same.test_chunks_that_cut_their_connection_at_random_change_nothing
+globals().update(
+    only(
+        same,
+        "test_the_text_is_the_targets_whatever_the_draft",
+        "test_the_text_does_not_depend_on_the_depth",
+        "test_a_stop_token_ends_the_text",
+        "test_the_models_own_end_is_left_to_the_server",
+        "test_a_cut_session_goes_on_as_if_nothing_had_happened",
+        "test_chunks_that_cut_their_connection_at_random_change_nothing",
+        "test_the_next_endpoint_takes_over_when_the_first_is_gone",
+        "test_what_the_server_refuses_is_not_tried_again",
+        "test_a_key_opens_the_server",
+        "test_a_cancelled_generation_frees_the_server",
+        "test_bytes_are_counted_as_they_cross",
+    )
 )
-test_the_next_endpoint_takes_over_when_the_first_is_gone = same.test_the_next_endpoint_takes_over_when_the_first_is_gone
-test_what_the_server_refuses_is_not_tried_again = same.test_what_the_server_refuses_is_not_tried_again
-test_a_key_opens_the_server = same.test_a_key_opens_the_server
-test_a_cancelled_generation_frees_the_server = same.test_a_cancelled_generation_frees_the_server
-test_bytes_are_counted_as_they_cross = same.test_bytes_are_counted_as_they_cross
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_vllm(vllm: SharedEngine) -> Iterator[None]:
-    """The module's tests see vLLM's server, the target of transformers, and drafts of it."""
+def drafts_of_it(vllm: SharedEngine) -> Iterator[None]:
+    """The module's tests see the target of transformers, and drafts of it."""
 
     def truth(request: GenerationRequest, vocab_size: int = 0) -> tuple[int, ...]:
         tokens = vllm.target_tokens(request.prompt, request.max_tokens, request.params)
@@ -43,7 +46,6 @@ def on_vllm(vllm: SharedEngine) -> Iterator[None]:
         return ModelDrafter(TransformersDraft(vllm.target_tokens, agreement, on_step))
 
     with pytest.MonkeyPatch.context() as patch:
-        vllm.patch(same, patch)
         patch.setattr(same, "truth", truth)
         patch.setattr(same, "drafter", drafter)
         yield

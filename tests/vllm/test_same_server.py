@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from tests import test_cloud_server as same
-from tests.vllm.serving import SharedEngine
+from tests.vllm.serving import only
 
 server, client = same.server, same.client
-test_a_token_costs_less_than_sixty_bytes_down = same.test_a_token_costs_less_than_sixty_bytes_down
-test_small_answers_have_small_headers = same.test_small_answers_have_small_headers
-test_metrics_tell_what_happened = same.test_metrics_tell_what_happened
-test_readiness_tells_the_load = same.test_readiness_tells_the_load
-test_draining_lets_running_sessions_finish = same.test_draining_lets_running_sessions_finish
-test_a_second_signal_ends_what_runs = same.test_a_second_signal_ends_what_runs
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_vllm(vllm: SharedEngine) -> Iterator[None]:
-    """The module's tests see vLLM's server and the target of transformers."""
-    with pytest.MonkeyPatch.context() as patch:
-        vllm.patch(same, patch)
-        yield
+globals().update(
+    only(
+        same,
+        "test_a_token_costs_less_than_sixty_bytes_down",
+        "test_small_answers_have_small_headers",
+        "test_metrics_tell_what_happened",
+        "test_readiness_tells_the_load",
+        "test_draining_lets_running_sessions_finish",
+        "test_a_second_signal_ends_what_runs",
+    )
+)

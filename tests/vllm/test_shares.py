@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from tests.engine_harness import Collector
 from tests.requests import flat_request
-from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, start_engine
-from tests.vllm.test_engine import Collector
-from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wrong
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, running_engine
+from tests.vllm.test_equality import NUM_TOKENS, mixed, nothing, right, run_all, wrong
+from tests.waiting import wait_until
 
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.picks.sampling import SamplingParams
@@ -144,26 +145,16 @@ def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
     """A cache for three of eight texts, right, wrong and mixed drafts, some wait: sequences give way, and go on."""
     prompts = [prompt_of(index, 120) for index in range(8)]
     truths = [vllm.target_tokens(prompt, NUM_TOKENS) for prompt in prompts]  # before: all texts begin together
-    engine = start_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10)
-    try:
-        texts = []
+    with running_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10) as engine:
+        asked = []
         for index, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
-            text = Text(engine, truth, (right, wrong, mixed, nothing)[index % 4])
-            lag_ms = 5.0 if index < 4 else None
-            patience_ms = None if index < 4 else 0.0
+            hints: dict[str, Any] = {"lag_ms": 5.0} if index < 4 else {"patience_ms": 0.0}
             owner = (ALICE, BOB)[index == 7]
-            params = SamplingParams()
-            request = flat_request(
-                tuple(prompt), params, NUM_TOKENS, patience_ms=patience_ms, lag_ms=lag_ms, owner=owner
-            )
-            text.submit(request)
-            texts.append((text, truth))
-        for text, truth in texts:
-            assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
-            assert text.tokens == truth and text.end.error is None
+            request = flat_request(tuple(prompt), SamplingParams(), NUM_TOKENS, owner=owner, **hints)
+            asked.append((request, truth, (right, wrong, mixed, nothing)[index % 4]))
+        texts = run_all(engine, asked)
+        assert [text.tokens for text in texts] == truths
+        assert not any(text.end.error for text in texts if text.end)
         stats = engine.stats()
         assert stats.totals.preempted > 0 and stats.totals.accepted > 0
         assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
-    finally:
-        engine.stop()
-        engine.close()

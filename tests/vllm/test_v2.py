@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.engine_harness import Collector
 from tests.requests import flat_request
 from tests.serving import fake_tokenizer
 from tests.vllm.choices import (
@@ -18,8 +19,7 @@ from tests.vllm.choices import (
     test_what_no_token_fits_ends_alone,
 )
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, start_engine
-from tests.vllm.test_engine import Collector
+from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, running_engine
 from tests.vllm.test_equality import (
     ROOT_DIR,
     test_a_wait_for_drafts_changes_nothing,
@@ -50,11 +50,9 @@ __all__ = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    started = start_engine(ROOT_DIR / "target", is_v2=True, scheduler=STEADY)
-    started.calibrate()
-    yield started
-    started.stop()
-    started.close()
+    with running_engine(ROOT_DIR / "target", is_v2=True, scheduler=STEADY) as started:
+        started.calibrate()
+        yield started
 
 
 def test_it_is_the_v2_runner(engine: VllmEngine) -> None:
@@ -81,14 +79,10 @@ def test_logits_that_are_not_finite_end_their_sequence_only(tmp_path: Path, monk
     monkeypatch.setenv("VLLM_RAISE_ON_LOGIT_NANS", "1")
     make_model(tmp_path, vocab_size=fake_tokenizer().size)
     truth = Reference(tmp_path)([5, 17, 99], 12)
-    started = start_engine(tmp_path, is_v2=True)
-    try:
+    with running_engine(tmp_path, is_v2=True) as started:
         failed, fine = Collector(), Collector()
         started.submit(flat_request((1, FAULTY_TOKEN), SamplingParams(), 12), failed)
         started.submit(flat_request((5, 17, 99), SamplingParams(), 12, draft=(*truth[:4], FAULTY_TOKEN)), fine)
         error = failed.wait().error
         assert error is not None and error.code == "model_fault" and failed.tokens == []
         assert fine.wait().reason == "length" and fine.tokens == truth
-    finally:
-        started.stop()
-        started.close()

@@ -1,11 +1,17 @@
-"""The table of families: whole, of this version's ways, and the same in the document."""
+"""The measured pages: docs/families.md is the table of families, whole and of this version's ways; docs/results.md, its
+plot and README's table are what `bench.page` writes from docs/results.json.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 import pytest
+from bench import page
 from tools import families
 from tools.families import as_markdown, measure, updated, ways_of
 from tools.tiny_sources import list_tiny_families
@@ -54,34 +60,6 @@ def test_a_family_is_measured_as_the_table_says(tmp_path: Path, monkeypatch: pyt
     assert {before[way].outcome for way in before} >= {"works", "refused"}
 
 
-def test_a_measurement_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the journal holds is not measured again; what ended the process twice is not tried a third time."""
-    measured: list[str] = []
-
-    def measure_one(family: str, source: Path, options: object, work: Path, store: object) -> Cell:
-        assert (source / "model.safetensors").is_file()
-        measured.append(families._way(options))  # type: ignore[arg-type]  # an ExportOptions
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        return families._cell(family, options, "works", 1e-6, "CPU")  # type: ignore[arg-type]
-
-    monkeypatch.setattr(families, "measure_one", measure_one)
-    journal = tmp_path / "journal.jsonl"
-    all_ways = [families._way(options) for options in ways_of("stablelm")]
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            measure(["stablelm"], tmp_path, journal=journal)
-        assert measured == all_ways[:3]
-        del measured[2:]
-    measured.append("")
-    table = measure(["stablelm", "t5", "bart"], tmp_path, journal=journal)
-    assert measured[3:] == all_ways[3:]
-    assert [cell.way for cell in table.cells] == all_ways
-    assert [cell.outcome for cell in table.cells] == ["works", "works", "refused"] + ["works"] * (len(all_ways) - 3)
-    assert "it ends the process" in table.cells[2].words
-    assert table.left_out == {"t5": "transformers has no such family of language models", "bart": "an encoder-decoder"}
-
-
 def test_some_families_are_replaced_in_the_stored_table() -> None:
     """A measurement of one family leaves the others as they were."""
     old = Cell(
@@ -94,23 +72,6 @@ def test_some_families_are_replaced_in_the_stored_table() -> None:
     newer = updated(table, SupportTable(cells=(new,), left_out={"xlm": "new"}))
     assert list(newer.rows()) == ["opt", "phi"]
     assert newer == SupportTable(cells=(other, new), left_out={"mamba": "recurrent", "xlm": "new"})
-
-
-def test_families_share_notes_that_differ_in_names_only() -> None:
-    """A note is numbered once; the staging directory and the family's names are left out."""
-    legend = families.Legend()
-    words = (
-        "torch cannot run it: the model in .{0}-torch.partial-0a1b2c3d fails ({1}ForCausalLM): {0} has no optional x"
-    )
-    cells = [
-        Cell(
-            family=name, role="target", device="cpu", runtime="torch", precision="fp32",
-            outcome="refused", error=0.0, words=words.format(name, name.upper()),
-        )
-        for name in ("opt", "phi")
-    ]  # fmt: skip
-    assert [families.in_short(cell, legend) for cell in cells] == ["[1]", "[1]"]
-    assert legend.notes == ["torch cannot run it: the model fails (*Family*): *family* has no optional x"]
 
 
 def test_the_command_shows_the_table_and_refuses_what_it_has_no_model_of() -> None:
@@ -128,3 +89,30 @@ def test_it_fits_a_terminal_of_80_columns(arguments: list[str]) -> None:
     assert shown.exit_code == 0
     assert max(map(len, shown.stdout.splitlines())) <= 80 and "…" not in shown.stdout
     assert "gpt_neo" in shown.stdout and "llama" in shown.stdout
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    return json.loads(page.FIGURES.read_text("utf-8"))
+
+
+def test_no_figure_of_the_page_is_typed_by_hand(results: Any) -> None:
+    """Neither there nor in README."""
+    assert page.page(results) == page.PAGE.read_text("utf-8")
+    assert page.section(results) in page.README.read_text("utf-8")
+
+
+def test_the_plot_is_that_of_the_figures(results: Any) -> None:
+    """Byte for byte where matplotlib is the version that drew it. Its text has a colour for dark pages, too."""
+    kept = page.PLOT.read_text("utf-8")
+    if matplotlib.__version__ == results["matplotlib"]:
+        assert page.plot(results) == kept
+    assert "prefers-color-scheme:dark" in kept and "stop-and-wait" in kept
+
+
+def test_other_figures_make_another_page(results: Any) -> None:
+    other = copy.deepcopy(results)
+    for place in other["parts"]["round trips"]["figures"]["round_trips"]:
+        place["modes"]["tree"]["ratios"] = [0.5]
+    assert page.section(other) != page.section(results) and page.plot(other) != page.plot(results)
+    assert "at none of the round trips" in page.page(other)

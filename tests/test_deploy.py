@@ -1,4 +1,5 @@
-"""The images: their Dockerfiles by rule and by linter, their wheel, and their commands run as processes.
+"""The images: their Dockerfiles by rule and by linter, their wheel, and their commands run as processes. The systemd
+unit: what systemd-analyze says of it, and its command line.
 
 No image is built here. The command runs as the image would run it: as its user, as process 1 of a PID namespace, on a
 file system that is read-only but for its cache.
@@ -9,28 +10,27 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from email import message_from_string
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
+from tests.certificates import CURVE, needs_openssl, openssl
 from tests.dockerfile import Dockerfile
+from tests.raw_server import raw_server, writes
 from tests.serve_command import serve_options
-from tests.serving import serve_fake
+from tests.serving import bearer, open_session, serve_fake
 from tests.tiny_models import make_chat_target
 
 from outrider.cloud.api.app import PROBE_PATHS
@@ -89,13 +89,6 @@ def test_the_command_is_one_of_the_server(image: Dockerfile) -> None:
     assert options["engine"] == ("vllm" if image.arguments["EXTRAS"] == "vllm" else "embedded")
     url = re.search(r'DEFAULT_URL = "(.*)"', READY.read_text(encoding="utf-8"))
     assert url and urlsplit(url[1]).port == options["port"] and urlsplit(url[1]).path in PROBE_PATHS
-
-
-def test_extras_exist(image: Dockerfile) -> None:
-    """The build argument names extras of pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["optional-dependencies"]
-    assert set(image.arguments["EXTRAS"].split(",")) <= extras.keys()
 
 
 def copied(image: Dockerfile) -> list[str]:
@@ -212,7 +205,6 @@ def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
     keys.write_text(KEY + "\n")
     replaced = {"/model": str(model), "/run/secrets/outrider/keys": str(keys), "8000": "0"}
     words = [replaced.get(word, word) for word in Dockerfile.read(PLACE / "Dockerfile.cpu").command[1:]]
-    headers = {"authorization": f"Bearer {KEY}"}
     with container([*words, "--threads", "1"], scratch) as (process, bound, first):
         shape = Bundle.open(model).manifest.architecture
         token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
@@ -227,18 +219,18 @@ def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
             assert re.search(r"^CapEff:\s+0+$", facts, re.MULTILINE) and "NoNewPrivs:\t1" in facts
         assert ask(url) == ask(url, "--not-failed") == (0, "ready")
         assert httpx.get(url + "/v1/models").status_code == 401
-        with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:
-            begun = [open_session(client, url, 900) for _ in range(4)]
-            short = open_session(client, url, 40)
+        with httpx.Client(base_url=url, headers=bearer(KEY), timeout=TIMEOUT_S) as client, ExitStack() as stack:
+            body = {"prompt": [12, 5, 80], "max_tokens": 900, "ignore_eos": True}
+            begun = [stack.enter_context(open_session(client, body)) for _ in range(4)]
+            short = stack.enter_context(open_session(client, body | {"max_tokens": 40}))
             server.send_signal(signal.SIGTERM)
-            assert "end" not in next(short)
+            short.commit()
             while ask(url) != (1, "draining"):
                 assert process.poll() is None, "the server ended with sessions open"
             assert ask(url, "--not-failed") == (0, "draining")
-            assert list(short)[-1]["reason"] == "length"
+            assert short.rest().end.reason == "length"
             server.send_signal(signal.SIGTERM)
-            ends = [list(events)[-1] for events in begun]
-        assert {end["reason"] for end in ends} <= {"shutdown", "length"}
+            assert {session.rest().end.reason for session in begun} <= {"shutdown", "length"}
         assert process.wait(TIMEOUT_S) == 0
     code, words_of_it = ask(url)
     assert code == 1 and words_of_it.startswith("no readiness from ")
@@ -246,71 +238,106 @@ def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
     assert any("draining for up to 60 s" in str(line) for line in log) and KEY not in str(log)
 
 
-def open_session(client: httpx.Client, url: str, max_tokens: int) -> Iterator[dict[str, object]]:
-    """Opens a session; gives the events after the first."""
-    body = {"prompt": [12, 5, 80], "max_tokens": max_tokens, "ignore_eos": True}
-
-    def events() -> Iterator[dict[str, object]]:
-        with client.stream("POST", url + "/v1/sessions", json=body) as answer:
-            assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    yield json.loads(line.removeprefix("data: "))
-
-    stream = events()
-    assert next(stream)["type"] == "open"
-    return stream
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@needs_openssl
 def test_a_server_with_tls_is_probed(tmp_path: Path) -> None:
     """Its certificate need not name loopback; a server that asks for a client's certificate gets one."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    files = ["-keyout", str(key), "-out", str(certificate), "-nodes", "-days", "2"]
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    subprocess.run([*new, *files, "-subj", "/CN=cloud.example.com"], check=True, capture_output=True)
+    openssl("req", "-x509", *CURVE, "-keyout", key, "-out", certificate, "-subj", "/CN=cloud.example.com")
     with serve_fake(tls=TlsFiles(certificate, key)) as server:
         assert server.url.startswith("https://") and ask(server.url) == (0, "ready")
-    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    asking.load_cert_chain(certificate, key)
-    asking.load_verify_locations(certificate)
-    asking.verify_mode = ssl.CERT_REQUIRED
-    with answering(b'{"status": "ready"}', asking) as url:
-        assert ask(url)[0] == 1
-        assert ask(url, OUTRIDER_READY_CERT=str(certificate), OUTRIDER_READY_KEY=str(key)) == (0, "ready")
+    with serve_fake(tls=TlsFiles(certificate, key, certificate)) as server:
+        assert ask(server.url)[0] == 1
+        shown = {"OUTRIDER_READY_CERT": str(certificate), "OUTRIDER_READY_KEY": str(key)}
+        assert ask(server.url, **shown) == (0, "ready")
 
 
-def test_another_server_on_the_port_is_not_ready(tmp_path: Path) -> None:
+def test_another_server_on_the_port_is_not_ready() -> None:
     """The health check believes an Outrider server only."""
-    with answering(b'["ready"]') as url:
-        code, words = ask(url, "--not-failed")
+    with raw_server(writes(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n["ready"]')) as server:
+        code, words = ask(server.url, "--not-failed")
     assert code == 1 and "not with the readiness of an Outrider server" in words
 
 
-@contextmanager
-def answering(body: bytes, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """A server that answers everything with `body`; gives its URL."""
+# -- the systemd unit --------------------------------------------------------------------------------------------------
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
+SYSTEMD = ROOT / "deploy" / "systemd"
+UNIT = SYSTEMD / "outrider-cloud.service"
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+SERVER = "/opt/outrider/bin/outrider-cloud"
 
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Silent."""
 
-    class Quiet(HTTPServer):
-        def handle_error(self, request: object, address: object) -> None:
-            """A client that fails the handshake is expected."""
+def unit_settings() -> dict[str, list[str]]:
+    """The unit's settings, in the order of their lines."""
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text(encoding="utf-8").splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
 
-    with Quiet(("127.0.0.1", 0), Handler) as server:
-        if tls is not None:
-            server.socket = tls.wrap_socket(server.socket, server_side=True)
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+
+def unit_command() -> list[str]:
+    """The words that systemd would run, with the example's variables: `${X}` is one word, `$X` is split."""
+    variables = dict(
+        line.split("=", 1)
+        for line in (SYSTEMD / "cloud.env.example").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    (start,) = unit_settings()["ExecStart"]
+    words: list[str] = []
+    for word in shlex.split(start):
+        if re.fullmatch(r"\$\w+", word):
+            words += variables[word[1:]].split()
+        else:
+            words.append(re.sub(r"\$\{(\w+)\}", lambda name: variables[name[1]], word))
+    return words
+
+
+def test_the_units_command_is_one_of_the_server_and_stops_in_time() -> None:
+    """With the example's variables its options parse; systemd waits longer than it drains; keys are a credential."""
+    program, *words = unit_command()
+    options = serve_options(["outrider-cloud", *words])
+    assert program == SERVER
+    (patience,) = unit_settings()["TimeoutStopSec"]
+    assert int(patience) > options["drain_s"]
+    (credential,) = unit_settings()["LoadCredential"]
+    assert options["api_key_file"] == f"%d/{credential.split(':')[0]}"
+    assert unit_settings()["RestartForceExitStatus"] == ["SIGHUP"], (
+        "a reload while Python still starts would be a clean end"
+    )
+    assert unit_settings()["KillMode"] == ["mixed"], "vLLM's workers get no SIGTERM: the server ends them"
+
+
+def placed(tmp_path: Path) -> Path:
+    """The unit with a program that exists."""
+    program = tmp_path / "outrider-cloud"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text(encoding="utf-8").replace(SERVER, str(program)), encoding="utf-8")
+    return unit
+
+
+@needs_systemd
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """Without a warning; a setting that systemd does not know gives one."""
+    unit = placed(tmp_path)
+    verify = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    checked = subprocess.run(verify, capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+    unit.write_text(unit.read_text(encoding="utf-8").replace("PrivateTmp=", "PrivateTemp="), encoding="utf-8")
+    assert "PrivateTemp" in subprocess.run(verify, capture_output=True, text=True).stderr
+
+
+@needs_systemd
+def test_the_service_is_exposed_no_more_than_documented(tmp_path: Path) -> None:
+    """`systemd-analyze security` at most at the level that docs/operations.md gives."""
+    document = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    documented = re.search(r"exposure level\s+of (\d\.\d)", document)
+    assert documented
+    threshold = f"--threshold={round(float(documented[1]) * 10)}"
+    rate = ["systemd-analyze", "security", "--offline=true", "--no-pager", threshold, str(placed(tmp_path))]
+    rated = subprocess.run(rate, capture_output=True, text=True)
+    if "unrecognized option" in rated.stderr:
+        pytest.skip("this systemd-analyze rates no unit offline")
+    assert rated.returncode == 0, rated.stdout[-200:] + rated.stderr

@@ -1,0 +1,279 @@
+"""The arithmetic of the measurements under load, beside peers, of capacity, and of leaks; what `bench.one_machine`
+makes of texts, how benchmarks choose their verifier, and the processes that they start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from bench import one_machine
+from bench.attacks.exchange import values_of
+from bench.beside import Written
+from bench.capacity import Costs, Found, saturated_rate
+from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
+from bench.load_devices import Session
+from bench.one_machine import gaps_ms, likelihoods, own_text
+from bench.pairs import PAIR_OPTIONS, open_pair
+from bench.peer_drafts import LLAMA_SERVER
+from bench.peer_engines import Batch, Done
+from bench.peer_processes import PeerCommand, PeerFailed
+from bench.peer_servers import Streamed, StreamedText, read_stream
+from bench.peers import Comparison, compare
+from bench.processes import Program, started
+from bench.report import parser
+from bench.verifier import VLLM, Verifier, make_verifier
+
+from outrider.edge.lab.cores import plan_cores
+from outrider.edge.results import GenerationRequest
+from outrider.export.make.pair import PairPaths
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.ingress.sockets import READY_PREFIX
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.reference import target_dir
+
+
+def test_figures_are_taken_while_all_sessions_run() -> None:
+    """What comes before the last first commit and after the first end does not count, except for the passes."""
+    first = Session([(0.0, (1,)), (1.0, (2, 3)), (2.0, (4,)), (3.0, (5, 6))])
+    second = Session([(1.0, (1,)), (2.0, (2, 3, 4)), (6.0, (5, 6))])
+    found = Figures.of([first, second])
+    assert found.tokens_per_s == (1 + 2 + 3) / 2.0  # from second 1 to second 3
+    assert found.passes == 5 / 10
+    assert found.gaps_ms == (1000.0, 1000.0, 1000.0)
+    with pytest.raises(ValueError, match="raise --max-tokens"):
+        Figures.of([Session([(0.0, (1,))]), Session([(0.0, (1,))])])
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100), (0.001, 1)])
+def test_a_quantile_is_a_measured_value(share: float, expected: float) -> None:
+    """The smallest that this share of the values does not exceed."""
+    assert quantile([float(value) for value in range(100, 0, -1)], share) == expected
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "expected"),
+    [({1: 1.8, 4: 1.2}, None), ({1: 0.9}, 1.0), ({4: 1.5, 16: 0.5}, 8.0), ({1: 2.0, 4: 1.0, 16: 0.8}, 4.0)],
+)
+def test_the_crossover_lies_between_two_measured_numbers(speed_ups: dict[int, float], expected: float | None) -> None:
+    """By the logarithm of the number of sessions."""
+    assert crossover(speed_ups) == (None if expected is None else pytest.approx(expected))
+
+
+def test_limits_hold_at_16_sessions() -> None:
+    """Passes always, tokens/s where the target is bound by memory, texts everywhere."""
+
+    def cell(rate: float, passes: float, num_different: int = 0) -> Cell:
+        return Cell([Figures(rate, passes, (1.0, 2.0, 3.0))], num_different)
+
+    cells = {16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(140.0, 0.51)}}
+    assert [line.split(":")[0] for line in misses(cells, is_memory_bound=False)] == ["16 sessions"]
+    assert len(misses(cells, is_memory_bound=True)) == 2
+    assert misses({16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(150.0, 0.5)}}, is_memory_bound=True) == []
+    assert "texts differ" in misses({4: {VERIFY: cell(1.0, 1.0, 1)}}, is_memory_bound=False)[0]
+
+
+def test_capacity_counts_rounds_after_the_first() -> None:
+    """The first pass reads the prompt and drafts nothing."""
+    text = Written(
+        tokens=tuple(range(9)),
+        arrival_s=(1.0, *[2.0] * 4, *[3.0] * 4),
+        num_passes=3,
+        num_drafted=8,
+        num_accepted=6,
+        draft_s=0.4,
+    )
+    costs = Costs.of([text, text])
+    assert (costs.draft_s, costs.verify_s, costs.gamma) == pytest.approx((0.05, 0.8, 4.0))
+    assert costs.gain == pytest.approx(1.25)
+    found = Found({"beside": [10.0, 10.0], "devices": [11.0, 11.4]}, [costs])
+    assert found.over_beside("devices") == pytest.approx(1.12)
+    assert len(found.misses) == 1  # under 0.9 of 1.25
+    clients = [Session([(0.0, (1,)), (2.0, (2, 3))]), Session([(1.0, (1,)), (2.0, (2,)), (4.0, (3,))])]
+    assert saturated_rate(clients) == 3 / 1.0
+
+
+def test_decoding_begins_when_every_text_has_begun() -> None:
+    """The rates of an engine, and those of a streamed batch."""
+    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4)
+    assert (done.rate, done.decode_rate) == (2.0, 2.0)
+    streamed = Streamed(
+        (StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))),
+    )
+    assert streamed.rate == 8 / 5
+    assert streamed.decode_rate == (2 + 3) / 3
+
+
+def test_a_stream_is_read_with_its_usage() -> None:
+    """Text, tokens and arrivals; an error in the stream is raised."""
+    lines = [
+        b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n',
+        b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n',
+        b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n',
+        b"data: [DONE]\n",
+    ]
+    assert read_stream([(float(at), line) for at, line in enumerate(lines)]) == StreamedText("a", 3, (0.0,))
+    with pytest.raises(RuntimeUnavailable, match="no room"):
+        read_stream([(0.0, b'data: {"error": {"message": "no room"}}\n')])
+
+
+class _Contestant:
+    """Takes the given seconds for its batches; only one of all may run."""
+
+    running: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, seconds: Sequence[float], num_tokens: int = 2) -> None:
+        self.name, self._seconds, self._num_tokens = name, iter(seconds), num_tokens
+
+    def run(self, batch: Batch) -> Done:
+        assert self.running == [self.name]
+        took_s = next(self._seconds)
+        return Done(tuple((7,) * self._num_tokens for _ in batch.prompts), took_s, took_s / 2, 2)
+
+    def pause(self) -> None:
+        self.running.remove(self.name)
+
+    def go_on(self) -> None:
+        self.running.append(self.name)
+
+
+def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
+    """One runs while the other is stopped; the bound is on the median of the runs' ratios."""
+    batch = Batch(((1,), (2,)), 2)
+    found = compare("x", _Contestant("a", [9.0, 1.0, 1.0, 2.0]), _Contestant("b", [9.0, 1.0, 0.5, 1.0]), batch, 3)
+    assert (found.ours, found.peer) == ((4.0, 4.0, 2.0), (4.0, 8.0, 4.0))
+    assert found.ratio == found.decode_ratio == 0.5
+    assert len(found.misses) == 2 and found.num_same == 2
+    assert replace(found, ours=found.peer, ours_decode=found.peer_decode).misses == []
+    with pytest.raises(RuntimeUnavailable, match="expected 4"):
+        compare("x", _Contestant("a", [1.0], num_tokens=1), _Contestant("b", [1.0]), batch, 1)
+    assert isinstance(found, Comparison)
+
+
+def test_values_of_one_server_and_of_replicas() -> None:
+    """A metric's values come with and without labels; other metrics that begin alike do not count."""
+    one = "# TYPE held gauge\nheld 3\nheld_bytes 70\n"
+    two = 'held{outcome="kept",replica="a"} 3\nheld{outcome="kept",replica="b"} 4.5\nheld{outcome="lost"} 9\n'
+    assert values_of(one, "held") == [3.0]
+    assert values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
+
+
+# -- on one machine ----------------------------------------------------------------------------------------------------
+
+REQUEST = GenerationRequest(prompt=(1, 2, 3), max_tokens=3)
+# It answers as llama-server does: one token each line of the stream, the counts in the last.
+LLAMA = """\
+#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        for token in asked["prompt"][: asked["n_predict"]]:
+            self.wfile.write(b"data: " + json.dumps({{"tokens": [token]}}).encode() + b"\\n\\n")
+        timings = {{"draft_n": 4, "draft_n_accepted": 1}}
+        self.wfile.write(b"data: " + json.dumps({{"tokens": [], "timings": timings}}).encode() + b"\\n\\n")
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def text(tokens: tuple[int, ...], arrival_s: tuple[float, ...] = (1.0, 1.0, 2.0)) -> Written:
+    return Written(tokens, arrival_s, num_passes=2, num_drafted=4, num_accepted=1, draft_s=0.5)
+
+
+def test_gaps_are_those_within_texts() -> None:
+    """None lies between two texts; tokens that come together have one of 0."""
+    assert gaps_ms([(0.1, 0.1, 0.1), (5.0, 5.0, 5.0)]) == {50: 0.0, 95: 0.0, 99: 0.0}
+    assert gaps_ms([(0.0, 0.002), (9.0, 9.004)])[50] == pytest.approx(3.0)
+
+
+def test_figures_are_of_all_runs() -> None:
+    """Rates are of each run, from the request to the last token; shares are sums over sums."""
+    found = one_machine.Found("plain", [[text((1, 2, 3))], [text((1, 2, 3), (1.0, 1.0, 3.0))]])
+    figures = found.figures
+    assert found.rates == [1.5, 1.0] and figures["first_ms"] == 1000.0
+    assert figures["passes"] == pytest.approx(4 / 6) and figures["accepted"] == 0.25 and figures["draft_ms"] == 125.0
+
+
+def test_a_text_is_compared_with_that_of_the_same_target() -> None:
+    ways = {"plain": one_machine.Found("plain", [[text((1, 2, 3)), text((4, 5, 6))]])}
+    assert own_text(one_machine.Found("plain", [[text((1, 2, 3)), text((4, 5, 7))]]), ways) == "1 of 2"
+    assert own_text(one_machine.Found("not there", [[text((1, 2, 3))]]), ways) == ""
+
+
+def test_a_text_of_another_distribution_is_less_likely() -> None:
+    """The reference target against ids that say nothing, all equally likely to be drawn."""
+    prompt = tuple(Tokenizer.from_dir(target_dir()).encode("def main():\n    return"))
+    request = GenerationRequest(prompt=prompt, params=SamplingParams(temperature=0.8), max_tokens=3)
+    likely = tuple(Tokenizer.from_dir(target_dir()).encode(" self.name"))
+    ways = {
+        "likely": one_machine.Found("", [[text(likely)]]),
+        "drawn": one_machine.Found("", [[text((4000, 3000, 2000))]]),
+    }
+    found = likelihoods(target_dir(), [request], ways)
+    assert 0.0 > found["likely"] > -6.0 > -9.0 > found["drawn"]
+
+
+def peer(stack: ExitStack, **variables: str) -> Written:
+    command = PeerCommand("llama_cpp", PairPaths(Path("draft"), Path("target")), sys.executable, variables)
+    return asyncio.run(command(4, plan_cores(0), 0.0, stack).generate(REQUEST))
+
+
+def test_a_peers_process_streams_its_tokens(tmp_path: Path) -> None:
+    """Also one whose server is a child of it. What it cannot open is an error by name."""
+    server = tmp_path / "llama-server"
+    server.write_text(LLAMA.format(python=sys.executable))
+    server.chmod(stat.S_IRWXU)
+    with ExitStack() as stack:
+        found = peer(stack, **{LLAMA_SERVER: str(server)})
+        assert found.tokens == (1, 2, 3) and found.num_accepted == 1 and found.num_passes == 2
+        assert 0.0 < found.arrival_s[0] <= found.arrival_s[1]
+        with pytest.raises(PeerFailed, match="FileNotFoundError"):
+            peer(stack, **{LLAMA_SERVER: str(tmp_path / "none")})
+
+
+def test_vllm_runs_by_an_interpreter_of_its_own() -> None:
+    """One that exists; its texts are compared, so it computes in float32. The embedded engine needs nothing."""
+    assert make_verifier("embedded", None) == Verifier("embedded", sys.executable)
+    verifier = make_verifier(VLLM, sys.executable)
+    assert verifier.is_vllm and "dtype=float32" in verifier.options
+    with pytest.raises(ConfigError, match="give its interpreter with --server"):
+        make_verifier(VLLM, None)
+    with pytest.raises(ConfigError, match="there is no interpreter /no/such"):
+        make_verifier(VLLM, "/no/such")
+
+
+def test_what_vllm_cannot_be_compared_with_is_refused() -> None:
+    """The draft beside the target runs on a runtime of ours."""
+    options = parser(None, PAIR_OPTIONS).parse_args(["--engine", "vllm", "--server", sys.executable])
+    with pytest.raises(ConfigError, match="--leave-out beside"), open_pair(options, beside=True):
+        pass
+
+
+SERVER = f"print({READY_PREFIX!r} + 'http://127.0.0.1:9', flush=True); import time; time.sleep(600)"
+
+
+@pytest.mark.skipif(not os.access("/proc/self/autogroup", os.W_OK), reason="sessions have no nice level here")
+def test_a_session_has_the_nice_level_of_its_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `nice` alone would not reach: Linux shares the processors between sessions first."""
+    for level in (0, 7):
+        monkeypatch.setattr(os, "getpriority", lambda which, who, level=level: level)
+        with started(Program(["-c", SERVER], tmp_path / "log")) as program:
+            assert Path(f"/proc/{program.pid}/autogroup").read_text().split()[-2:] == ["nice", str(level)]
