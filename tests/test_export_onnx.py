@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, build, load_fp32, truth_of, worst_delta
@@ -189,6 +190,27 @@ def test_builder_failures_are_export_errors(source: Callable[[str], Path], tmp_p
     with pytest.raises(ExportError, match=r"building wrong with onnxruntime-genai failed: NotImplementedError"):
         build_with_genai(wrong, destination, "fp32", tmp_path / "work", "wrong")
     assert not list(destination.iterdir()) and not list((tmp_path / "work").iterdir())
+
+
+def test_the_builders_files_run_under_onnxruntime_genai(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its own generator reads what we made of its graph, and goes on with the same tokens."""
+    import onnxruntime_genai
+
+    path = build(source("qwen2"), tmp_path / "graph", "int8")
+    prompt, count = [5, 9, 100, 33, 7], 12
+    parameters = onnxruntime_genai.GeneratorParams(onnxruntime_genai.Model(str(path)))
+    parameters.set_search_options(max_length=len(prompt) + count, do_sample=False)
+    generator = onnxruntime_genai.Generator(onnxruntime_genai.Model(str(path)), parameters)
+    generator.append_tokens(np.array([prompt], np.int32))
+    theirs = []
+    while not generator.is_done():
+        generator.generate_next_token()
+        theirs.append(int(generator.get_next_tokens()[0]))
+    runtime = OnnxRuntimeSequence(path, OPTIONS)
+    ours = [int(runtime.extend(prompt).argmax())]
+    while len(ours) < len(theirs):
+        ours.append(int(runtime.extend(ours[-1:]).argmax()))
+    assert len(theirs) > 3 and ours == theirs
 
 
 def test_tied_embeddings_are_kept_once(tmp_path: Path) -> None:
