@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.pending_drafts import LEAST, PendingDrafts, line_of
 from outrider.cloud.pending.policy import Policy, choose_drafts
 from outrider.cloud.pending.trie import PROMPT_KINDS, UNHINTED, DraftTrie, PendingNode, is_looked_up
 from outrider.cloud.seam import DraftHints
-from outrider.models.runtimes.ngram import NgramLookup
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 token = st.integers(1, 3)
@@ -207,34 +205,6 @@ def test_flat_times_are_filled(survivals: list[list[float]]) -> None:
     number = sum(map(len, survivals))
     counts, _ = choose_drafts(survivals, 1, max(1, len(survivals)), np.ones(1 + number), number)
     assert all(sum(p > 1e-9 for p in row) <= count for row, count in zip(survivals, counts, strict=True))
-
-
-# -- prompt lookup -----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 4), max_size=40), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
-@settings(max_examples=200, deadline=None)
-def test_no_repetition_is_overlooked(text: list[int], more: list[list[int]]) -> None:
-    """Prompt lookup searches only where the last pair may have stood before: it finds what a search always finds."""
-    lookup, plain = PromptLookup(text), NgramLookup(max_n=4, min_n=2)
-    plain.extend(text)
-    for tokens in [[], *more]:
-        text += tokens
-        plain.extend(tokens)
-        matched, copied = plain.match(5)
-        assert lookup.propose(5) == (copied, [kind_of(matched + i) for i in range(len(copied))])
-
-
-def test_a_long_text_is_marked_in_pieces() -> None:
-    """Meanwhile everything may repeat; what does is found then, and nothing is missed afterwards."""
-    text = [n * 7919 % 100_003 for n in range(30_000)]
-    lookup = PromptLookup(text)
-    while lookup.propose(4) == ([], []) and lookup._lookup.length < len(text):
-        pass
-    text += text[100:104]
-    assert lookup.propose(4)[0] == text[104:108]
-    text += [100_004, 100_005]
-    assert lookup.propose(4) == ([], [])
 
 
 def test_settling_costs_what_the_commit_passed() -> None:
