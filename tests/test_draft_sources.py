@@ -200,6 +200,7 @@ def test_a_preferred_path_is_the_likeliest_and_the_devices_is_known() -> None:
     """Also where both go through one node."""
     trie = DraftTrie()
     trie.merge([1, 2, 3], prefer=True)
+    trie.merge([1, 7], prefer=False)  # an older message that arrives late
     trie.merge([1, 5, 6], [PROMPT_KINDS[0]] * 3)
     assert trie.likeliest(9) == [1, 2, 3]
     trie.prefer([1, 5, 6, 7])

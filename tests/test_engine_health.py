@@ -1,4 +1,4 @@
-"""Tests what an engine shows while its runtime fails or hangs, and when it is given up."""
+"""Tests what an engine shows while its runtime fails or hangs, when it is given up, and its thread."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 from tests.waiting import run
 
 from outrider.cloud.engine import EngineThread
+from outrider.cloud.seam import Event
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.runtimes.base import SequenceSlice
@@ -240,3 +241,75 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
         assert run(ready()).status == "ready"
         assert "outrider_engine_failed 0.0" in client.get("/metrics").text
         assert run_session(client, body).tokens == target_tokens([5, 17, 99], 8)
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+
+def test_engine_thread_serves_drains_and_refuses() -> None:
+    """Requests from another thread end exactly; a drain lets them finish; after it no request is accepted."""
+    gate = threading.Event()
+    thread = EngineThread(FakeBatchRuntime(vocab_size=64, on_step=lambda batch: (gate.wait(), None)[1]))
+    thread.start()
+    text = submitted(thread, (1, 2, 3), 12)
+    gate.set()
+    thread.stop(drain_s=60.0)
+    assert text.end is not None and text.tokens == plain([1, 2, 3], SAMPLED, 12)
+    with refused("shutting_down"):
+        submitted(thread, (1,), 1)
+
+
+def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
+    """After a bug in the engine's code clients get an error at once, blocks are free, the next request is served."""
+    thread = EngineThread(FakeBatchRuntime(vocab_size=64))
+
+    def broken(event: Event) -> None:
+        raise ValueError("a sink that raises")
+
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), broken)
+    beside = submitted(thread, (4, 5), 4000)
+    thread.start()
+    beside.wait()
+    assert beside.code == "internal_error"
+    assert thread.stats().free_blocks == thread.stats().num_blocks
+    assert thread.stats().totals.faults == 1
+    after = submitted(thread, (1, 2, 3), 12)
+    after.wait()
+    assert after.tokens == plain([1, 2, 3], SAMPLED, 12)
+    thread.stop()
+
+
+class ShortRuntime(FakeBatchRuntime):
+    """Forgets the last row of every batch."""
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """One row too few."""
+        return super().forward(batch)[:-1]
+
+
+def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
+    """Rows are never matched to the wrong sequence."""
+    harness = Harness(runtime=ShortRuntime(vocab_size=64))
+    _, text = harness.submit((1, 2, 3), 12)
+    harness.work_off()
+    assert text.code == "model_fault" and text.tokens == []
+
+
+def test_stopping_without_a_drain_ends_running_requests() -> None:
+    """Every sink gets "shutdown", and the thread ends."""
+    started, gate = threading.Event(), threading.Event()
+
+    def on_step(batch: object) -> None:
+        started.set()
+        gate.wait()
+
+    thread = EngineThread(FakeBatchRuntime(vocab_size=64, on_step=on_step))
+    thread.start()
+    text = submitted(thread, (1, 2, 3), 4000)
+    started.wait()
+    stopper = threading.Thread(target=thread.stop)
+    stopper.start()
+    gate.set()
+    stopper.join()
+    assert text.ended.reason == "shutdown"
+    assert thread.stats().free_blocks == thread.stats().num_blocks

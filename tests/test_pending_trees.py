@@ -125,6 +125,10 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
     for start in range(2 * 10**6, 2 * 10**6 + 2048, MAX_MESSAGE_NODES):  # parents that never come
         parents = [5 * 10**6 + i for i in range(MAX_MESSAGE_NODES)]
         trie.merge_tree(TreeDraft(1, start, [1] * MAX_MESSAGE_NODES, parents, [9] * MAX_MESSAGE_NODES), committed)
+    trie.clear()
+    for token in range(MAX_NODES):  # paths of a flood
+        trie.merge([token, 1, 2], prefer=True)
+    assert trie.num_nodes == MAX_NODES
     assert trie._num_orphans == sum(map(len, trie._orphans.values())) == MAX_ORPHANS
     assert len(trie._numbers) <= MAX_NUMBERS
     trie.advance(10**6)

@@ -15,7 +15,7 @@ from outrider.cloud.pending.estimators import DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.policy import NO_WAIT, bounded, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.policy import ENOUGH_ANSWERS, NO_WAIT, bounded, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.sources import Sources
 from outrider.models.errors import RequestError
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
@@ -28,6 +28,48 @@ def test_no_hint_makes_the_engine_wait_for_long(step_s: float, longest_s: float)
     """32 steps, at most a second."""
     assert bounded(longest_s, step_s) == longest_s
     assert bounded(longest_s + 0.001, step_s) is bounded(60.0, step_s) is bounded(None, step_s) is None
+
+
+@pytest.mark.parametrize(
+    ("rtt_ms", "never", "patient"),
+    [(0, 1.58, 2.01), (10, 1.58, 1.71), (25, 1.58, 1.58), (50, 1.31, 1.31), (100, 1.18, 1.18), (200, 1.05, 1.05)],
+)
+def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient: float) -> None:
+    """The rates behind the wait decision are those of the design's table, to 2 %: acceptance 0.65, step 40 + 1.2 ms."""
+    alpha, step, extra, draft, rtt = 0.65, 0.040, 0.0012, 0.0015, rtt_ms / 1e3
+    streaming = max(rate_streaming(alpha, k, step, extra, rtt + draft) for k in range(9)) * step
+    waiting = max(rate_waiting(alpha, k, step, extra, rtt + k * draft) for k in range(1, 9)) * step
+    assert streaming == pytest.approx(never, rel=0.02)
+    assert max(streaming, waiting) == pytest.approx(patient, rel=0.02)
+    lags = [rtt + k * draft for k in range(1, 9)]
+    assert (plan_wait(alpha, step, extra, lags, 1.0, saves_passes=False) != NO_WAIT) == (waiting > streaming)
+
+
+def test_no_wait_for_a_draft_that_is_never_accepted_or_never_arrives() -> None:
+    """With low acceptance, unknown lags or unanswered waits the engine does not wait."""
+    lags = [0.002] * 8
+    assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, saves_passes=False) != NO_WAIT
+    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
+    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, [None] * 8, 1.0, saves_passes=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, lags, 0.3, saves_passes=True) == NO_WAIT
+
+
+def test_waiting_resumes_once_a_late_device_answers_in_time() -> None:
+    """The engine sees without waiting whether it is in time; after a late answer, or none, it does not wait."""
+    lag, now = DraftLag(), 0.0
+    lag.committed(0, now)
+    lag.drafted(0, 4, now + 0.005)
+    for _ in range(3):
+        lag.waited(False)
+    assert lag.answer_rate < ENOUGH_ANSWERS
+    lag.committed(4, now := now + 1.0)
+    lag.drafted(4, 4, now + 0.5)
+    assert lag.answer_rate < ENOUGH_ANSWERS
+    for base in range(8, 40, 4):
+        lag.committed(base, now := now + 1.0)
+        lag.drafted(base, 4, now + 0.005)
+    assert lag.answer_rate >= ENOUGH_ANSWERS
 
 
 class Stream:

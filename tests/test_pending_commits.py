@@ -1,4 +1,4 @@
-"""A commit may be learned from later: what is chosen next, and what is learned in the end, is the same."""
+"""Tests what commits leave pending, also where they are learned from later, and what is chosen of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.pending_drafts import LEAST, PendingDrafts, line_of
-from outrider.cloud.pending.policy import Policy, choose_drafts
+from outrider.cloud.pending.policy import Policy
 from outrider.cloud.pending.trie import PROMPT_KINDS, UNHINTED, DraftTrie, PendingNode, is_looked_up
 from outrider.cloud.seam import DraftHints
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
@@ -131,6 +131,28 @@ def test_a_dropped_node_takes_no_message_after_its_commit() -> None:
     assert side.drafts.trie.num_nodes == 0 and side.drafts.trie.position_of(2) == -1
 
 
+short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+@given(st.lists(st.one_of(st.tuples(st.just("merge"), short_paths), st.tuples(st.just("advance"), st.integers(0, 3)))))
+@settings(max_examples=300, deadline=None)
+def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) -> None:
+    """Merging and committing leave exactly the paths that are consistent with the commits."""
+    trie, paths = DraftTrie(), set[tuple[int, ...]]()
+    for kind, value in actions:
+        if kind == "merge":
+            assert isinstance(value, list)
+            trie.merge(value, prefer=True)
+            paths.add(tuple(value))
+            assert trie.likeliest(len(value)) == value
+        else:
+            trie.advance(value)  # type: ignore[arg-type]
+            paths = {p[1:] for p in paths if p[0] == value and len(p) > 1}
+        assert bool(trie) == bool(paths)
+        likeliest = tuple(trie.likeliest(10))
+        assert not paths or any(p[: len(likeliest)] == likeliest for p in paths)
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
@@ -196,17 +218,6 @@ def test_the_choice_is_the_plain_ones(data: st.DataObject) -> None:
         assert list(found[drafts].tokens) == tokens[:count]
 
 
-@given(st.lists(st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda row: sorted(row, reverse=True)), max_size=8))
-@settings(max_examples=150, deadline=None)
-def test_flat_times_are_filled(survivals: list[list[float]]) -> None:
-    """A step that costs the same with more tokens takes all that may gain anything."""
-    import numpy as np
-
-    number = sum(map(len, survivals))
-    counts, _ = choose_drafts(survivals, 1, max(1, len(survivals)), np.ones(1 + number), number)
-    assert all(sum(p > 1e-9 for p in row) <= count for row, count in zip(survivals, counts, strict=True))
-
-
 def test_settling_costs_what_the_commit_passed() -> None:
     """The rest of the trie is not walked: a following node keeps its children."""
     trie = DraftTrie()
@@ -215,3 +226,14 @@ def test_settling_costs_what_the_commit_passed() -> None:
     below = trie.root.children
     trie.settle()
     assert trie.root.children is below and trie.num_nodes == 497
+
+
+def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
+    """Where a step has no room for all that is likely, no session goes without because others came before it."""
+    drafting = Drafting(8, Policy.VERIFY)
+    sessions = [drafting.pending(b"%d" % number, [], 100, DraftHints()) for number in range(6)]
+    for drafts in sessions:
+        drafts.trie.merge(range(8), prefer=True)
+        drafts.acceptance.observe(range(8), range(8))
+    chosen = drafting.choose(sessions, 12, StepSize(6, 0), 0.0)
+    assert [len(chosen[drafts].tokens) for drafts in sessions] == [2] * 6
