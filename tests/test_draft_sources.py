@@ -52,6 +52,7 @@ def test_no_repetition_is_overlooked(text: list[int], more: list[list[int]]) -> 
 def test_a_long_text_is_copied_and_marked_in_pieces() -> None:
     """Nothing is proposed until all of it is there. What repeats is found then, and nothing is missed afterwards."""
     text = [n * 7919 % 100_003 for n in range(30_000)]
+    text[8190:8192] = text[10:12]  # where the first piece ends
     lookup = PromptLookup(text)
     for _ in range(4):
         assert lookup._lookup.length < len(text) and lookup.propose(4) == ([], [])

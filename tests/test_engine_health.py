@@ -113,19 +113,19 @@ def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pyt
 
 
 class Hanging:
-    """An engine's thread with a request of six tokens, whose runtime hangs in step `at` until the gate is open.
+    """An engine's thread with a request of `count` tokens, whose runtime hangs in step `at` until the gate is open.
 
     step_s: what the clock shows for each step before that. is_watched: whether the thread that looks runs too.
     """
 
-    def __init__(self, *, at: int = 1, step_s: float = 0.0, is_watched: bool = True) -> None:
+    def __init__(self, *, at: int = 1, step_s: float = 0.0, is_watched: bool = True, count: int = 6) -> None:
         self.clock, self.gate, self._entered = Clock(), threading.Event(), threading.Event()
         self._at, self._step_s, self._num_steps = at, step_s, 0
         self.thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB, on_step=self._step), clock=self.clock)
         self.told: list[str] = []
         self.thread.on_death(self.told.append)
         (self.thread if is_watched else self.thread._thread).start()
-        self.text = submitted(self.thread, PROMPTS[1], 6)
+        self.text = submitted(self.thread, PROMPTS[1], count)
         assert self._entered.wait(TIMEOUT_S)
 
     def _step(self, batch: Sequence[SequenceSlice]) -> None:
@@ -246,19 +246,6 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
 # -- the thread --------------------------------------------------------------------------------------------------------
 
 
-def test_engine_thread_serves_drains_and_refuses() -> None:
-    """Requests from another thread end exactly; a drain lets them finish; after it no request is accepted."""
-    gate = threading.Event()
-    thread = EngineThread(FakeBatchRuntime(vocab_size=64, on_step=lambda batch: (gate.wait(), None)[1]))
-    thread.start()
-    text = submitted(thread, (1, 2, 3), 12)
-    gate.set()
-    thread.stop(drain_s=60.0)
-    assert text.end is not None and text.tokens == plain([1, 2, 3], SAMPLED, 12)
-    with refused("shutting_down"):
-        submitted(thread, (1,), 1)
-
-
 def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
     """After a bug in the engine's code clients get an error at once, blocks are free, the next request is served."""
     thread = EngineThread(FakeBatchRuntime(vocab_size=64))
@@ -295,21 +282,16 @@ def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
     assert text.code == "model_fault" and text.tokens == []
 
 
-def test_stopping_without_a_drain_ends_running_requests() -> None:
-    """Every sink gets "shutdown", and the thread ends."""
-    started, gate = threading.Event(), threading.Event()
-
-    def on_step(batch: object) -> None:
-        started.set()
-        gate.wait()
-
-    thread = EngineThread(FakeBatchRuntime(vocab_size=64, on_step=on_step))
-    thread.start()
-    text = submitted(thread, (1, 2, 3), 4000)
-    started.wait()
-    stopper = threading.Thread(target=thread.stop)
+@pytest.mark.parametrize(("drain_s", "reason"), [(TIMEOUT_S, "length"), (0.0, "shutdown")])
+def test_an_engine_thread_that_is_stopped_drains_or_ends_what_runs(drain_s: float, reason: str) -> None:
+    """Requests from another thread end exactly, or at once; none is accepted afterwards, and every block is free."""
+    hanging = Hanging(count=12 if drain_s else 4000)
+    stopper = threading.Thread(target=hanging.thread.stop, kwargs={"drain_s": drain_s})
     stopper.start()
-    gate.set()
+    hanging.gate.set()
     stopper.join()
-    assert text.ended.reason == "shutdown"
-    assert thread.stats().free_blocks == thread.stats().num_blocks
+    assert hanging.text.ended.reason == reason
+    assert not drain_s or hanging.text.tokens == plain(PROMPTS[1], SAMPLED, 12)
+    assert hanging.thread.stats().free_blocks == hanging.thread.stats().num_blocks
+    with refused("shutting_down"):
+        submitted(hanging.thread, (1,), 1)

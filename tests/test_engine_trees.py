@@ -258,32 +258,23 @@ def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:
     assert has_failed and all(collector.tokens == truth for collector, truth in pairs)
 
 
-def share_of(chosen: SelectedDrafts, *, computed: int = 9, num_tokens: int = 10) -> Share:
-    drafts = PendingDrafts([], 100, AcceptanceEstimator(8))
-    request = flat_request(tuple(range(num_tokens)), SAMPLED, 20)
-    sequence = SequenceState(1, request, Collector(), list(range(num_tokens)), drafts, [3, 1, 2], computed=computed)
-    return Share(sequence, [*sequence.tokens[computed:], *chosen.tokens], chosen, is_complete=True)
-
-
-def test_a_share_is_laid_out_by_its_tree() -> None:
-    """Positions go by depth, attended positions are those of the mask, rows are after the last committed token on."""
-    share = share_of(SelectedDrafts([20, 21, 22, 23], [-1, 0, -1, 2]), computed=8)
+@pytest.mark.parametrize(
+    ("chosen", "computed", "num_attended"),
+    [
+        (SelectedDrafts([20, 21, 22, 23], [-1, 0, -1, 2]), 8, 6 * 8 + 1 + 2 + 3 + 4 + 3 + 4),
+        (SelectedDrafts.line([20, 21, 22]), 9, 4 * 9 + 10),
+    ],
+    ids=["tree", "line"],
+)
+def test_a_share_attends_what_its_tree_does(chosen: SelectedDrafts, computed: int, num_attended: int) -> None:
+    """The time of a step goes by it. A line is run as ever, without a mask and positions."""
+    drafts, tokens = PendingDrafts([], 100, AcceptanceEstimator(8)), list(range(10))
+    request = flat_request(tuple(tokens), SAMPLED, 20)
+    sequence = SequenceState(1, request, Collector(), tokens, drafts, [3, 1, 2], computed=computed)
+    share = Share(sequence, [*tokens[computed:], *chosen.tokens], chosen, is_complete=True)
     item = share.as_slice()
-    assert item.tokens == [8, 9, 20, 21, 22, 23] and (item.past, item.num_rows) == (8, 5)
-    assert item.positions == [8, 9, 10, 11, 10, 11]
-    assert list(share.row_positions) == [10, 11, 12, 11, 12]
-    assert item.mask is not None
-    assert share.num_attended == 6 * 8 + int(item.mask.sum())
-    assert item.mask[5].tolist() == [1, 1, 0, 0, 1, 1]
-
-
-def test_a_line_is_run_as_before() -> None:
-    """No mask and no positions; the rows' positions count up."""
-    share = share_of(SelectedDrafts.line([20, 21, 22]))
-    item = share.as_slice()
-    assert (item.positions, item.mask, item.num_rows) == (None, None, 4)
-    assert list(share.row_positions) == [10, 11, 12, 13]
-    assert share.num_attended == 4 * 9 + 10
+    assert share.num_attended == num_attended
+    assert (item.mask is None) == (item.positions is None) == chosen.is_line
 
 
 class LinesOnly:

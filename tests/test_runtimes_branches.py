@@ -201,7 +201,8 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
 
 
 def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -> None:
-    """Branches may end at the last position; one token more is refused and changes nothing."""
+    """It and its branches may end at the last position; one token more is refused and changes nothing."""
+    assert runtime.limits.max_positions == LONGEST
     text = tokens_of(random.Random(9), LONGEST - 2)
     runtime.extend(text)
     branches = [[1, 2], [1, 3], [4]]
@@ -213,7 +214,11 @@ def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -
         runtime.extend_branches([[4], [1, 2, 3]])
     assert runtime.length == len(text)
     assert_close(runtime.extend([1, 3]), expected[1])
+    with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
+        runtime.extend([1])
     assert runtime.length == LONGEST
+    runtime.truncate(LONGEST - 1)
+    assert_close(runtime.extend([3]), expected[1])
 
 
 @pytest.mark.parametrize("opened", ["pinned llama", "device llama"], indirect=True)
@@ -225,9 +230,14 @@ def test_a_graph_or_device_of_one_sequence_runs_no_branches(runtime: Branching) 
 
 
 def test_it_is_a_branching_sequence_runtime(runtime: Branching) -> None:
-    """A call takes one branch at least and `max_branches` at most, of known tokens."""
+    """A call takes one branch at least and `max_branches` at most, of known tokens. A rollback does not go on."""
     assert runtime.max_branches == 8
     runtime.extend([1])
+    for tokens in ([], [-1], [TINY_VOCAB]):
+        with pytest.raises(AssertionError):
+            runtime.extend(tokens)
+    with pytest.raises(AssertionError):
+        runtime.truncate(2)
     wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
     for wrong in wrongs:
         with pytest.raises(AssertionError):

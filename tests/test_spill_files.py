@@ -216,6 +216,7 @@ def test_a_server_goes_on_where_another_was_killed(place: Path) -> None:
         assert again.end.usage.cached_prompt_tokens == 48
         shown = client.get("/metrics").text
         assert "outrider_kv_cache_restored_total 1.0" in shown and "outrider_kv_cache_spill_faults_total 0.0" in shown
+        assert "outrider_kv_cache_spill_lossy 0.0" in shown and "spill_exact_blocks_total 0.0" in shown
 
 
 def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
