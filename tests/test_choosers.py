@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,16 +94,10 @@ class Case:
         return found
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    with closing(GrammarCompiler(tokenizer, tokenizer.size + 7, tokenizer.eos_token_ids)) as made:
-        yield made
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def in_json(request: pytest.FixtureRequest, compiler: GrammarCompiler, tokenizer: Tokenizer) -> Case:
     """Of a runtime that gives rows, and of one that picks. Wrong: outside the grammar, a special token, padding."""
-    stops, size = frozenset(tokenizer.eos_token_ids), tokenizer.size + 7
+    stops, size = frozenset(tokenizer.eos_token_ids), tokenizer.size + 33
     wrong = (tokenizer.encode("\n")[0], min(stops), size - 1)
     return Case(request.param, PLAIN, size, stops, 120, wrong, compiler.compile(GrammarSpec.json_schema(SCHEMA)))
 

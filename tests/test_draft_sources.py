@@ -295,8 +295,10 @@ def test_a_tree_saves_passes_where_the_target_picks_an_alternative(form: TreeFor
     assert max(len(c.tokens) for c in collector.commits) > 4 and len(collector.commits) < 18
 
 
-def test_bad_trees_are_refused_by_code() -> None:
-    """As paths are; a tree below a node that the commits contradict is stale, one below an unknown node is not."""
+def test_bad_drafts_are_refused_by_code() -> None:
+    """Unknown, ahead, out of range, stale: each has its own code, as paths and as trees; the text does not change. A
+    tree below a node that the commits contradict is stale, one below an unknown node is not.
+    """
     harness = Harness()
     truth = plain(PROMPT, SAMPLED, 12)
     wrong = (truth[0] + 1) % VOCAB
@@ -304,17 +306,20 @@ def test_bad_trees_are_refused_by_code() -> None:
     harness.engine.draft_tree(sequence_id, TreeDraft(0, 0, [wrong, truth[0]], [ROOT, ROOT], [9, 9]))
     harness.run_steps(4)
     num = len(collector.tokens)
-    for target, message, code in (
-        (999, line_message(0, 0, [1]), "unknown_session"),
-        (sequence_id, line_message(99, 0, [1]), "draft_ahead"),
-        (sequence_id, line_message(num, 0, [VOCAB]), "token_out_of_range"),
-        (sequence_id, line_message(0, 9, [wrong, 1, 2]), "stale_draft"),
-        (sequence_id, line_message(0, 9, truth[:num]), "stale_draft"),
-        (sequence_id, TreeDraft(0, 5, [1, 2], [0, 5], [9, 9]), "stale_draft"),
-        (sequence_id, TreeDraft(0, 5, [truth[1]], [1], [9]), "stale_draft"),
+    for target, base, tokens, code in (
+        (999, 0, [1], "unknown_session"),
+        (sequence_id, 99, [1], "draft_ahead"),
+        (sequence_id, num, [VOCAB], "token_out_of_range"),
+        (sequence_id, 0, [wrong, 1, 2, 3, 4, 5], "stale_draft"),
+        (sequence_id, 0, truth[:num], "stale_draft"),
     ):
         with refused(code):
-            harness.engine.draft_tree(target, message)
+            harness.engine.draft(target, base, [tokens])
+        with refused(code):
+            harness.engine.draft_tree(target, line_message(base, 9, tokens))
+    for below in (TreeDraft(0, 5, [1, 2], [0, 5], [9, 9]), TreeDraft(0, 5, [truth[1]], [1], [9])):
+        with refused("stale_draft"):
+            harness.engine.draft_tree(sequence_id, below)
     harness.engine.draft_tree(sequence_id, TreeDraft(0, 50, [1], [40], [9]))
     harness.engine.draft_tree(sequence_id, TreeDraft(0, 60, truth[1 : num + 1], [1, *range(60, 59 + num)], [9] * num))
     harness.run()

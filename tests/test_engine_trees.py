@@ -107,21 +107,15 @@ def test_moved_keys_can_be_shared() -> None:
 
 
 class Faulty(FakeBatchRuntime):
-    """A row after the token `bad` is not finite; moves fail on request."""
+    """A row after the token `bad` is not finite."""
 
     bad: int | None = None
-    move_fails = False
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         rows = super().forward(batch)
         last = [token for item in batch for token in list(item.tokens)[len(item.tokens) - item.num_rows :]]
         rows[np.array(last) == self.bad] = np.nan
         return rows
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if self.move_fails:
-            raise RuntimeError("no copy today")
-        super().move(sources, targets)
 
 
 def run_faulty(
@@ -190,16 +184,10 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
     assert [collector.commits[1].accepted for collector in collectors] == [0, 2]
 
 
-def test_a_move_that_fails_costs_only_another_run() -> None:
-    """What the slots hold then is not known, but the picks are: they are committed, and run again for their keys."""
-    runtime = Faulty(vocab_size=VOCAB)
-    runtime.move_fails = True
-    collector, truth = run_faulty(runtime, lambda rest: SelectedDrafts([(rest[0] + 1) % VOCAB, *rest[:2]], [-1, -1, 1]))
-    assert collector.tokens == truth and collector.commits[1].accepted == 2 and collector.code is None
-
-
 def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a move leaves in the slots, also for a sequence that goes on from shared blocks; faults are counted."""
+    """Whatever a move leaves in the slots, also for a sequence that goes on from shared blocks; faults are counted. The
+    picks are known: they are committed, and run again for their keys.
+    """
     harness = Harness(block_size=4)
     trees_of(harness.engine).kind = "alternatives"
     move, num_failed = harness.runtime.move, 0
@@ -218,7 +206,8 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
     harness.run()
     assert second.tokens == expected
     assert second.ended.usage.cached_prompt_tokens > len(PROMPTS[2])
-    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.health.fault is None
+    totals = harness.engine.stats().totals
+    assert totals.accepted >= totals.faults == num_failed > 5 and harness.engine.health.fault is None
     assert "no copy today" in caplog.text
 
 

@@ -37,12 +37,6 @@ from outrider.models.text.tokenizer import Tokenizer
 GROWING = GrammarSpec("regex", "(.*[a-m].{12}[n-z].*)")
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    with closing(GrammarCompiler(tokenizer, tokenizer.size + 33, tokenizer.eos_token_ids)) as made:
-        yield made
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

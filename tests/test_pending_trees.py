@@ -331,3 +331,11 @@ def test_trees_keep_their_size_where_no_line_is_run() -> None:
     step_s, extra_s = drafting.curve.step_and_extra()
     assert step_s == pytest.approx(0.040, rel=0.05) and extra_s == pytest.approx(0.001, rel=0.5)
     assert drafting.trees.ratio < 1.1
+
+
+def test_no_more_is_verified_than_may_be_committed() -> None:
+    """The last token needs no draft."""
+    drafting = Drafting(32, Policy.VERIFY, with_trees=True)
+    drafts = pending(drafting, max_new=3)
+    drafting.merge_tree(drafts, line_message(0, 0, range(9), 15), 0.0)
+    assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == SelectedDrafts.line([0, 1])

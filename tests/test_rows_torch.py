@@ -27,7 +27,6 @@ from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.processors.processor_plan import ProcessorPlan, apply_all
 from outrider.models.processors.rows_torch import DraftedRows, HostCopy, RowChanges, _packed, _parts, to_device
 from outrider.models.processors.text_rows import TextPath, TextRows
-from outrider.models.text.tokenizer import Tokenizer
 
 Row = NDArray[np.float32]
 CPU = torch.device("cpu")
@@ -207,11 +206,6 @@ def test_picks_are_those_of_numpy(
 
 
 # -- grammars: paths and limits ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)
 
 
 def plan_of(compiler: GrammarCompiler, spec: GrammarSpec, options: ProcessorOptions = PLAIN) -> ProcessorPlan:

@@ -21,7 +21,7 @@ from tests.waiting import lets_other_threads_run
 from tools.tiny_sources import make_tiny_model
 
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
-from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.models.picks import narrowing_torch, noise_torch, pruning_torch, sampling_torch
 from outrider.models.picks.narrowing_torch import reach_by_bisection, reach_by_sorting
-from outrider.models.picks.row_terms import RowTerms, Way
-from outrider.models.picks.sampling import MAX_SEED, SamplingParams, noise_bits, noise_key, pick
+from outrider.models.picks.row_terms import RowTerms
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams, noise_bits, pick
 from outrider.models.picks.sampling_torch import choose_rows, pick_rows
-from outrider.models.processors.narrowing import coin
-from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.options import ProcessorOptions
 
 CPU: Final = torch.device("cpu")
 SIZE: Final = 20_011  # the last ids are in no group

@@ -18,18 +18,12 @@ from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.spilling import TOKENS, engine, header_of, with_facts
-from typer.testing import CliRunner
 
-from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_codec import BOUNDS, BlockCodec, e4m3_codes, e4m3_numbers
 from outrider.cloud.engine.spill_file import SpillTarget
 from outrider.cloud.seam import Totals
-from outrider.cloud.server.embedded import _config
-from outrider.cloud.server.main import app
-from outrider.cloud.server.options import ServeOptions
-from outrider.models.errors import ConfigError
 
 LOSSY = (SpillType.FP16, SpillType.FP8)
 NARROWED = [
@@ -140,13 +134,6 @@ def test_a_cache_that_is_no_wider_is_refused(kind: SpillType, layout: str) -> No
     """By name, when the server starts."""
     with pytest.raises(ValueError, match=f"is no wider than {kind}"):
         BlockCodec(kind, ("f32[2, 8]", layout))
-
-
-def test_a_server_without_such_a_cache_does_not_start(tmp_path: Path) -> None:
-    """The fake runtime's cache has integers."""
-    config = EngineConfig(spill=SpillConfig(tmp_path / "spill", "t", type=SpillType.FP8))
-    with pytest.raises(ConfigError, match=r"--spill-type fp8: a KV cache of uint64.*; use --spill-type exact"):
-        Engine(FakeBatchRuntime(), config)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -271,13 +258,3 @@ def test_an_engine_goes_on_with_rounded_blocks(
         longer = (*whole, *text, *(8,) * 9, 1)
         _, unnamed = second.submit(longer, 4)
         assert second.text(unnamed) == plain(longer, SAMPLED, 4)
-
-
-def test_the_option_reaches_the_engine_and_is_labelled(tmp_path: Path) -> None:
-    """Exact by default; the help says what the others give up."""
-    assert ServeOptions("b").spill_type is SpillType.EXACT
-    spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t").spill
-    assert spill is not None and spill.type is SpillType.FP8
-    shown = CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "300", "TERM": "dumb"}).output
-    shown = " ".join(shown.split())
-    assert "fp16, fp8: rounded within a checked bound" in shown and "no longer exactly the target's" in shown

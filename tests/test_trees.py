@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.hostile_bodies import BROKEN_TREES
 
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
-from outrider.cloud.engine.runner import depths, tree_mask
+from outrider.cloud.engine.runner import depths
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.picks.sampling import SamplingParams, pick

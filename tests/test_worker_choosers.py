@@ -114,29 +114,13 @@ def request_of(
     rules: ProcessorOptions = PLAIN,
     grammar: int | None = None,
     num_logprobs: int | None = None,
-    num_generated: int = 0,
     num_padding: int = 0,
 ) -> Request:
     prompt = tokenizer.encode(f"def {name}(", add_special_tokens=False)
     stops = frozenset(tokenizer.eos_token_ids)
-    terms = Terms(
-        1,
-        params,
-        99,
-        processors=rules,
-        stop_ids=stops,
-        grammar=grammar,
-        num_logprobs=num_logprobs,
-        num_generated=num_generated,
-    )
+    terms = Terms(1, params, 99, processors=rules, stop_ids=stops, grammar=grammar, num_logprobs=num_logprobs)
     own = None if grammar is None else grammars.compiled(grammar)
-    request = GenerateRequest(
-        prompt=(),
-        pick=PickOptions(params, rules, own, num_logprobs),
-        max_tokens=1,
-        stop_ids=stops,
-        num_generated=num_generated,
-    )
+    request = GenerateRequest((), PickOptions(params, rules, own, num_logprobs), 1, stops)
     return Request(name, terms, prompt, chooser_of(request, prompt, tokenizer.size + num_padding))
 
 
