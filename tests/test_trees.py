@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.hostile_bodies import BROKEN_TREES
 
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
-from outrider.cloud.engine.runner import depths
+from outrider.cloud.engine.runner import depths, tree_mask
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -39,6 +39,22 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def path_of(node: int, parents: list[int]) -> list[int]:
     """The nodes from the root to `node`."""
     return [*path_of(parents[node], parents), node] if node >= 0 else []
+
+
+@given(trees(), st.integers(1, 4))
+def test_mask_and_depths_are_those_of_the_paths(tree: tuple[list[int], list[int]], num_before: int) -> None:
+    """A drafted token attends the tokens before the tree and its own path, nothing else."""
+    _, parents = tree
+    mask = tree_mask(parents, num_before)
+    size = num_before + len(parents)
+    assert mask.shape == (size, size) and mask.dtype == np.uint8
+    for i in range(num_before):
+        assert np.flatnonzero(mask[i]).tolist() == list(range(i + 1))
+    for node, depth in enumerate(depths(parents)):
+        path = path_of(node, parents)
+        assert depth == len(path)
+        expected = [*range(num_before), *(num_before + each for each in path)]
+        assert np.flatnonzero(mask[num_before + node]).tolist() == expected
 
 
 @given(
