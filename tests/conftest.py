@@ -11,6 +11,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from outrider.edge.store.shelf import Shelf
     from outrider.export.make.pair import PairPaths
+    from outrider.models.grammar.compiler import GrammarCompiler
     from outrider.models.text.tokenizer import Tokenizer
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
@@ -233,6 +235,15 @@ def tokenizer() -> Tokenizer:
     from outrider.reference import target_dir
 
     return Tokenizer.from_dir(target_dir())
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    """Of grammars, for a model whose logits are 33 ids wider than that tokenizer."""
+    from outrider.models.grammar.compiler import GrammarCompiler
+
+    with closing(GrammarCompiler(tokenizer, tokenizer.size + 33, tokenizer.eos_token_ids)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -44,3 +44,18 @@ def commit(drafts: PendingDrafts, *tokens: int) -> int:
     """What the engine does with the tokens of a pass."""
     drafts.committed.extend(tokens)
     return drafts.advance(tokens)
+
+
+def right_part(drafted: Sequence[int], truth: Sequence[int], base: int) -> list[int]:
+    """What a pass commits behind `base` tokens: those drafted that are right, and the target's own."""
+    right = next((i for i, token in enumerate(drafted) if truth[base + i] != token), len(drafted))
+    return list(truth[base : base + right + 1])
+
+
+def run_pass(
+    drafting: Drafting, drafts: PendingDrafts, truth: Sequence[int], budget: int = 99
+) -> tuple[Sequence[int], list[int], int]:
+    """A step of one session, whose text is `truth`: what was drafted, what is committed, how much was looked up."""
+    drafted = drafting.choose([drafts], budget, StepSize(1, 0), 0.0)[drafts].tokens
+    committed = right_part(drafted, truth, len(drafts.committed))
+    return drafted, committed, commit(drafts, *committed)

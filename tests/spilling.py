@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine import spill as spill_module
 from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
-from outrider.cloud.engine.spill_file import SpillTarget
+from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
 from outrider.cloud.seam import Totals
 
 PROMPT = tuple(range(1, 14))
@@ -136,3 +139,17 @@ class Hung:
             return real(*given)
 
         monkeypatch.setattr(spill_module, name, call)
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], int]:
+    """What the header of a file says, and where what follows it begins."""
+    (length,) = struct.unpack("<I", data[8:12])
+    return json.loads(data[12 : 12 + length]), 12 + length + 32
+
+
+def with_facts(data: bytes, **changed: object) -> bytes:
+    """The file with another header, which is whole."""
+    facts, end = header_of(data)
+    header = json.dumps(facts | changed).encode()
+    start = MAGIC + struct.pack("<I", len(header)) + header
+    return start + sha256(start).digest() + data[end:]

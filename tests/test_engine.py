@@ -273,23 +273,3 @@ def test_bad_prompts_are_refused_before_they_reach_the_model(prompt: list[int], 
     with refused(code):
         harness.submit(prompt)
     assert harness.finished(PROMPTS[0], 3).tokens == plain(PROMPTS[0], SAMPLED, 3)
-
-
-def test_bad_drafts_are_refused_by_code() -> None:
-    """Unknown, ahead, out of range, stale: each has its own code; the text does not change."""
-    harness = Harness()
-    truth = plain(PROMPTS[0], SAMPLED, 12)
-    sequence_id, collector = harness.submit(PROMPTS[0], 12)
-    harness.run_steps(4)
-    cases = [
-        (999, 0, [[1]], "unknown_session"),
-        (sequence_id, 99, [[1]], "draft_ahead"),
-        (sequence_id, 4, [[VOCAB]], "token_out_of_range"),
-        (sequence_id, 0, [[(truth[0] + 1) % VOCAB, 1, 2, 3, 4, 5]], "stale_draft"),
-        (sequence_id, 0, [truth[:4]], "stale_draft"),
-    ]
-    for target, base, paths, code in cases:
-        with refused(code):
-            harness.engine.draft(target, base, paths)
-    harness.run()
-    assert collector.tokens == truth

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain, prompt_of, refused
 from tests.fake_runtime import FakeBatchRuntime
 
-from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.engine import EngineConfig
+from outrider.cloud.engine.pool import BlockPool, chain_hash
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
-from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.models.errors import RequestError
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
@@ -37,7 +38,10 @@ def test_cached_prompts_are_the_owners_own(is_shared: bool) -> None:
 
 
 def test_a_parked_prefix_is_its_owners_and_its_name_cannot_be_computed() -> None:
-    """Another owner that knows the text or even the name gets 409, and the owner's own call still finds its prefix."""
+    """Another owner that knows the text or even the name gets 409, and the owner's own call still finds its prefix.
+
+    Also after one of its own that is refused for a bad token.
+    """
     harness = Harness()
     prompt = prompt_of(3)
     name = harness.parked(prompt, ALICE)
@@ -45,6 +49,9 @@ def test_a_parked_prefix_is_its_owners_and_its_name_cannot_be_computed() -> None
     assert Harness().parked(prompt, ALICE) != name  # another server
     with refused("prefix_not_held", 409):
         harness.submit([], 1, once=True, prefix_hash=name, owner=BOB)
+    with pytest.raises(RequestError, match="token id"):
+        harness.submit([VOCAB + 1], once=True, prefix_hash=name, owner=ALICE)
+    harness.engine.step()
     assert harness.finished([], 1, once=True, prefix_hash=name, owner=ALICE).tokens == plain(prompt, SAMPLED, 2)[1:]
 
 
@@ -68,30 +75,6 @@ def test_a_sequence_that_gave_way_does_not_count_its_own_blocks_as_cached() -> N
     assert harness.engine.stats().totals.preempted > 0
     assert [c.end.usage.cached_prompt_tokens for c in texts if c.end] == [0, 0]
     assert harness.engine.stats().totals.prefix_hit_tokens == 0
-
-
-def test_the_curve_learns_what_a_long_context_costs() -> None:
-    """Steps of one size at growing contexts: the time is told apart from the time of more tokens."""
-    curve = StepTimeCurve()
-    for past in range(0, 2_000, 5):
-        for tokens in (1, 5):
-            size = StepSize.of(tokens, past)
-            curve.observe(size, 0.040 + 0.001 * tokens + 20e-6 * size.attended)
-    for past in (10, 1_500):
-        times = curve.seconds(5, StepSize.of(1, past), past)
-        assert times[0] == pytest.approx(0.041 + 20e-6 * past, rel=0.03)
-        assert times[4] == pytest.approx(0.045 + 20e-6 * 5 * past, rel=0.03)
-
-
-def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
-    """Where a step has no room for all that is likely, no session goes without because others came before it."""
-    drafting = Drafting(8, Policy.VERIFY)
-    sessions = [PendingDrafts([], 100, AcceptanceEstimator(8)) for _ in range(6)]
-    for drafts in sessions:
-        drafts.trie.merge(range(8), prefer=True)
-        drafts.acceptance.observe(range(8), range(8))
-    chosen = drafting.choose(sessions, 12, StepSize(6, 0), 0.0)
-    assert [len(chosen[drafts].tokens) for drafts in sessions] == [2] * 6
 
 
 # -- stateless verification, and prefixes that are kept ----------------------------------------------------------------
@@ -120,17 +103,6 @@ def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
     truth = plain(prompt, SAMPLED, 30)
     guess = [t if i % error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
     assert verify_all(harness, prompt, 30, guess) == truth
-
-
-def test_a_refused_item_leaves_its_prefix_parked() -> None:
-    """A bad token after a good hash does not release the prefix."""
-    harness = Harness()
-    first = harness.finished(PROMPTS[2], 1, once=True)
-    with pytest.raises(RequestError, match="token id"):
-        harness.submit([VOCAB + 1], once=True, prefix_hash=first.ended.prefix_hash)
-    harness.engine.step()
-    again = harness.finished([], 1, once=True, prefix_hash=first.ended.prefix_hash)
-    assert [*first.tokens, *again.tokens] == plain(PROMPTS[2], SAMPLED, 2)
 
 
 @pytest.mark.parametrize("ends", ["length", "stop"])
@@ -251,3 +223,54 @@ def test_a_sequence_that_has_ended_is_not_rewound() -> None:
     assert harness.engine.rewind(number, 0, [1], late)
     harness.step()
     assert first.end is not None and late.ended.reason == "cancelled" and not harness.engine.has_work
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_pool_never_hands_out_a_block_twice_and_loses_none(data: st.DataObject) -> None:
+    """Random allocation, release, registration and matching: references and availability always add up."""
+    pool = BlockPool(12, 4)
+    held: list[list[int]] = []
+    contents = [chain_hash(b"", [i]) for i in range(6)]
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["allocate", "release", "register", "match"]))
+        if action == "allocate":
+            count = data.draw(st.integers(1, 5))
+            blocks = pool.allocate(count)
+            assert (blocks is None) == (count > pool.num_available + (count if blocks else 0))
+            if blocks:
+                assert not set(blocks) & set(itertools.chain(*held))
+                held.append(blocks)
+        elif action == "match":
+            matched = pool.match(data.draw(st.lists(st.sampled_from(contents), max_size=3)))
+            if matched:
+                held.append(matched)
+        elif held:
+            index = data.draw(st.integers(0, len(held) - 1))
+            if action == "release":
+                pool.release(held.pop(index))
+            else:
+                pool.register(held[index][0], data.draw(st.sampled_from(contents)))
+        assert pool.num_blocks - pool.num_available == len(set(itertools.chain(*held)))
+    for blocks in held:
+        pool.release(blocks)
+    assert pool.num_available == 12
+    assert pool.allocate(12) is not None
+
+
+def test_pool_evicts_the_least_recently_used_content() -> None:
+    """Content stays known until its block is needed; the longest unused goes first."""
+    pool = BlockPool(2, 4)
+    names = [chain_hash(b"", [i]) for i in range(2)]
+    for name in names:
+        blocks = pool.allocate(1)
+        assert blocks
+        pool.register(blocks[0], name)
+        pool.release(blocks)
+    pool.release(pool.match([names[0]]))  # now names[1] is the older one
+    assert pool.allocate(1) is not None
+    assert pool.match([names[1]]) == []
+    assert len(pool.match([names[0]])) == 1

@@ -1,4 +1,4 @@
-"""Tests what an engine shows while its runtime fails or hangs, and when it is given up."""
+"""Tests what an engine shows while its runtime fails or hangs, when it is given up, and its thread."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 from tests.waiting import run
 
 from outrider.cloud.engine import EngineThread
+from outrider.cloud.seam import Event
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.runtimes.base import SequenceSlice
@@ -112,19 +113,19 @@ def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pyt
 
 
 class Hanging:
-    """An engine's thread with a request of six tokens, whose runtime hangs in step `at` until the gate is open.
+    """An engine's thread with a request of `count` tokens, whose runtime hangs in step `at` until the gate is open.
 
     step_s: what the clock shows for each step before that. is_watched: whether the thread that looks runs too.
     """
 
-    def __init__(self, *, at: int = 1, step_s: float = 0.0, is_watched: bool = True) -> None:
+    def __init__(self, *, at: int = 1, step_s: float = 0.0, is_watched: bool = True, count: int = 6) -> None:
         self.clock, self.gate, self._entered = Clock(), threading.Event(), threading.Event()
         self._at, self._step_s, self._num_steps = at, step_s, 0
         self.thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB, on_step=self._step), clock=self.clock)
         self.told: list[str] = []
         self.thread.on_death(self.told.append)
         (self.thread if is_watched else self.thread._thread).start()
-        self.text = submitted(self.thread, PROMPTS[1], 6)
+        self.text = submitted(self.thread, PROMPTS[1], count)
         assert self._entered.wait(TIMEOUT_S)
 
     def _step(self, batch: Sequence[SequenceSlice]) -> None:
@@ -240,3 +241,57 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
         assert run(ready()).status == "ready"
         assert "outrider_engine_failed 0.0" in client.get("/metrics").text
         assert run_session(client, body).tokens == target_tokens([5, 17, 99], 8)
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
+    """After a bug in the engine's code clients get an error at once, blocks are free, the next request is served."""
+    thread = EngineThread(FakeBatchRuntime(vocab_size=64))
+
+    def broken(event: Event) -> None:
+        raise ValueError("a sink that raises")
+
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), broken)
+    beside = submitted(thread, (4, 5), 4000)
+    thread.start()
+    beside.wait()
+    assert beside.code == "internal_error"
+    assert thread.stats().free_blocks == thread.stats().num_blocks
+    assert thread.stats().totals.faults == 1
+    after = submitted(thread, (1, 2, 3), 12)
+    after.wait()
+    assert after.tokens == plain([1, 2, 3], SAMPLED, 12)
+    thread.stop()
+
+
+class ShortRuntime(FakeBatchRuntime):
+    """Forgets the last row of every batch."""
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """One row too few."""
+        return super().forward(batch)[:-1]
+
+
+def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
+    """Rows are never matched to the wrong sequence."""
+    harness = Harness(runtime=ShortRuntime(vocab_size=64))
+    _, text = harness.submit((1, 2, 3), 12)
+    harness.work_off()
+    assert text.code == "model_fault" and text.tokens == []
+
+
+@pytest.mark.parametrize(("drain_s", "reason"), [(TIMEOUT_S, "length"), (0.0, "shutdown")])
+def test_an_engine_thread_that_is_stopped_drains_or_ends_what_runs(drain_s: float, reason: str) -> None:
+    """Requests from another thread end exactly, or at once; none is accepted afterwards, and every block is free."""
+    hanging = Hanging(count=12 if drain_s else 4000)
+    stopper = threading.Thread(target=hanging.thread.stop, kwargs={"drain_s": drain_s})
+    stopper.start()
+    hanging.gate.set()
+    stopper.join()
+    assert hanging.text.ended.reason == reason
+    assert not drain_s or hanging.text.tokens == plain(PROMPTS[1], SAMPLED, 12)
+    assert hanging.thread.stats().free_blocks == hanging.thread.stats().num_blocks
+    with refused("shutting_down"):
+        submitted(hanging.thread, (1,), 1)

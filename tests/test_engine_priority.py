@@ -19,9 +19,9 @@ ALICE, BOB, CAROL = b"alice", b"bob", b"carol"
 def test_places_go_to_higher_priorities_first(owner: bytes) -> None:
     """Two texts of a higher priority beside eight for two places: they run in seven steps of eight, of any owner."""
     harness = Harness(config=EngineConfig(max_running=2), num_blocks=4096)
-    low = [harness.submit(prompt_of(i), 200, owner=ALICE)[1] for i in range(8)]
+    low = [harness.submit(prompt_of(i), 100, owner=ALICE)[1] for i in range(8)]
     harness.run_steps(10)
-    high = [harness.submit(prompt_of(90 + i), 200, owner=owner, priority=1)[1] for i in range(2)]
+    high = [harness.submit(prompt_of(90 + i), 100, owner=owner, priority=1)[1] for i in range(2)]
     before = sum(len(c.tokens) for c in low)
     harness.run_steps(80)
     assert min(len(c.tokens) for c in high) >= 66
@@ -29,8 +29,8 @@ def test_places_go_to_higher_priorities_first(owner: bytes) -> None:
     gained = sum(len(c.tokens) for c in low) - before
     assert (18 if owner == ALICE else 9) <= gained <= (22 if owner == ALICE else 11)
     harness.run()
-    assert [c.tokens for c in low] == [plain(prompt_of(i), SAMPLED, 200) for i in range(8)]
-    assert [c.tokens for c in high] == [plain(prompt_of(90 + i), SAMPLED, 200) for i in range(2)]
+    assert [c.tokens for c in low] == [plain(prompt_of(i), SAMPLED, 100) for i in range(8)]
+    assert [c.tokens for c in high] == [plain(prompt_of(90 + i), SAMPLED, 100) for i in range(2)]
 
 
 def test_owners_share_evenly_among_equals() -> None:

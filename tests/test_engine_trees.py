@@ -107,21 +107,15 @@ def test_moved_keys_can_be_shared() -> None:
 
 
 class Faulty(FakeBatchRuntime):
-    """A row after the token `bad` is not finite; moves fail on request."""
+    """A row after the token `bad` is not finite."""
 
     bad: int | None = None
-    move_fails = False
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         rows = super().forward(batch)
         last = [token for item in batch for token in list(item.tokens)[len(item.tokens) - item.num_rows :]]
         rows[np.array(last) == self.bad] = np.nan
         return rows
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if self.move_fails:
-            raise RuntimeError("no copy today")
-        super().move(sources, targets)
 
 
 def run_faulty(
@@ -190,16 +184,10 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
     assert [collector.commits[1].accepted for collector in collectors] == [0, 2]
 
 
-def test_a_move_that_fails_costs_only_another_run() -> None:
-    """What the slots hold then is not known, but the picks are: they are committed, and run again for their keys."""
-    runtime = Faulty(vocab_size=VOCAB)
-    runtime.move_fails = True
-    collector, truth = run_faulty(runtime, lambda rest: SelectedDrafts([(rest[0] + 1) % VOCAB, *rest[:2]], [-1, -1, 1]))
-    assert collector.tokens == truth and collector.commits[1].accepted == 2 and collector.code is None
-
-
 def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a move leaves in the slots, also for a sequence that goes on from shared blocks; faults are counted."""
+    """Whatever a move leaves in the slots, also for a sequence that goes on from shared blocks; faults are counted. The
+    picks are known: they are committed, and run again for their keys.
+    """
     harness = Harness(block_size=4)
     trees_of(harness.engine).kind = "alternatives"
     move, num_failed = harness.runtime.move, 0
@@ -218,7 +206,8 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
     harness.run()
     assert second.tokens == expected
     assert second.ended.usage.cached_prompt_tokens > len(PROMPTS[2])
-    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.health.fault is None
+    totals = harness.engine.stats().totals
+    assert totals.accepted >= totals.faults == num_failed > 5 and harness.engine.health.fault is None
     assert "no copy today" in caplog.text
 
 
@@ -258,32 +247,23 @@ def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:
     assert has_failed and all(collector.tokens == truth for collector, truth in pairs)
 
 
-def share_of(chosen: SelectedDrafts, *, computed: int = 9, num_tokens: int = 10) -> Share:
-    drafts = PendingDrafts([], 100, AcceptanceEstimator(8))
-    request = flat_request(tuple(range(num_tokens)), SAMPLED, 20)
-    sequence = SequenceState(1, request, Collector(), list(range(num_tokens)), drafts, [3, 1, 2], computed=computed)
-    return Share(sequence, [*sequence.tokens[computed:], *chosen.tokens], chosen, is_complete=True)
-
-
-def test_a_share_is_laid_out_by_its_tree() -> None:
-    """Positions go by depth, attended positions are those of the mask, rows are after the last committed token on."""
-    share = share_of(SelectedDrafts([20, 21, 22, 23], [-1, 0, -1, 2]), computed=8)
+@pytest.mark.parametrize(
+    ("chosen", "computed", "num_attended"),
+    [
+        (SelectedDrafts([20, 21, 22, 23], [-1, 0, -1, 2]), 8, 6 * 8 + 1 + 2 + 3 + 4 + 3 + 4),
+        (SelectedDrafts.line([20, 21, 22]), 9, 4 * 9 + 10),
+    ],
+    ids=["tree", "line"],
+)
+def test_a_share_attends_what_its_tree_does(chosen: SelectedDrafts, computed: int, num_attended: int) -> None:
+    """The time of a step goes by it. A line is run as ever, without a mask and positions."""
+    drafts, tokens = PendingDrafts([], 100, AcceptanceEstimator(8)), list(range(10))
+    request = flat_request(tuple(tokens), SAMPLED, 20)
+    sequence = SequenceState(1, request, Collector(), tokens, drafts, [3, 1, 2], computed=computed)
+    share = Share(sequence, [*tokens[computed:], *chosen.tokens], chosen, is_complete=True)
     item = share.as_slice()
-    assert item.tokens == [8, 9, 20, 21, 22, 23] and (item.past, item.num_rows) == (8, 5)
-    assert item.positions == [8, 9, 10, 11, 10, 11]
-    assert list(share.row_positions) == [10, 11, 12, 11, 12]
-    assert item.mask is not None
-    assert share.num_attended == 6 * 8 + int(item.mask.sum())
-    assert item.mask[5].tolist() == [1, 1, 0, 0, 1, 1]
-
-
-def test_a_line_is_run_as_before() -> None:
-    """No mask and no positions; the rows' positions count up."""
-    share = share_of(SelectedDrafts.line([20, 21, 22]))
-    item = share.as_slice()
-    assert (item.positions, item.mask, item.num_rows) == (None, None, 4)
-    assert list(share.row_positions) == [10, 11, 12, 13]
-    assert share.num_attended == 4 * 9 + 10
+    assert share.num_attended == num_attended
+    assert (item.mask is None) == (item.positions is None) == chosen.is_line
 
 
 class LinesOnly:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -26,12 +25,6 @@ PERSON = {
     "additionalProperties": False,
 }
 BOB = '{"name":"Bob","age":3}'
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    with closing(GrammarCompiler(tokenizer, tokenizer.size + PADDING, tokenizer.eos_token_ids)) as made:
-        yield made
 
 
 def allowed(state: GrammarState, size: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -68,6 +68,10 @@ class Workers:
     def grammars(self) -> GrammarsInWorkers:
         return GrammarsInWorkers(self.loop, self.call, lambda: None)
 
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        with self.has_forgotten:
+            assert self.has_forgotten.wait_for(is_so, 30.0)
+
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -127,12 +131,10 @@ def test_workers_let_go_what_nothing_stands_for(compiler: GrammarCompiler, worke
     numbers += [number_of(asked(compiler, regex(index))) for index in range(1, MAX_CACHED_PER_OWNER + 3)]
     gc.collect()
     gone = set(numbers[1:3])
-    with workers.has_forgotten:
-        assert workers.has_forgotten.wait_for(lambda: gone <= set(workers.forgotten), 30.0)
+    workers.wait_until(lambda: gone <= set(workers.forgotten))
     assert workers.workers[0].compiled(numbers[0]) and workers.workers[1].compiled(numbers[-1])
     del held
-    with workers.has_forgotten:
-        assert workers.has_forgotten.wait_for(lambda: numbers[0] in workers.forgotten, 30.0)
+    workers.wait_until(lambda: numbers[0] in workers.forgotten)
     for number in numbers[:3]:
         with pytest.raises(RequestError, match="let go"):
             workers.workers[0].compiled(number)
@@ -144,8 +146,7 @@ def test_what_workers_refuse_is_refused_by_name(compiler: GrammarCompiler, worke
     with pytest.raises(RequestError, match="no token of the model"):
         asked(compiler, GrammarSpec("regex", "a", after="</think never heard of>"))
     assert workers.compiled == [1]  # a delimiter that is no token is refused before
-    with workers.has_forgotten:
-        assert workers.has_forgotten.wait_for(lambda: workers.forgotten == [1], 30.0)
+    workers.wait_until(lambda: workers.forgotten == [1])
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "unavailable"])
@@ -167,13 +168,11 @@ def test_a_call_that_fails_fails_one_grammar_and_loses_no_number(compiler: Gramm
     workers.fault = RuntimeError("a bug")
     with refused("internal_error", 500):
         asked(compiler, regex(0))
-    with workers.has_forgotten:
-        assert workers.has_forgotten.wait_for(lambda: workers.has_failed_to_forget, 30.0)
+    workers.wait_until(lambda: workers.has_failed_to_forget)
     workers.fault = None
     with pytest.raises(RequestError, match="unclosed group"):
         asked(compiler, GrammarSpec("regex", "(a"))
-    with workers.has_forgotten:
-        assert workers.has_forgotten.wait_for(lambda: {1, 2} <= set(workers.forgotten), 30.0)
+    workers.wait_until(lambda: {1, 2} <= set(workers.forgotten))
 
 
 def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Workers) -> None:

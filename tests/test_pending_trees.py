@@ -125,6 +125,10 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
     for start in range(2 * 10**6, 2 * 10**6 + 2048, MAX_MESSAGE_NODES):  # parents that never come
         parents = [5 * 10**6 + i for i in range(MAX_MESSAGE_NODES)]
         trie.merge_tree(TreeDraft(1, start, [1] * MAX_MESSAGE_NODES, parents, [9] * MAX_MESSAGE_NODES), committed)
+    trie.clear()
+    for token in range(MAX_NODES):  # paths of a flood
+        trie.merge([token, 1, 2], prefer=True)
+    assert trie.num_nodes == MAX_NODES and trie.likeliest(9) == [MAX_NODES // 3]
     assert trie._num_orphans == sum(map(len, trie._orphans.values())) == MAX_ORPHANS
     assert len(trie._numbers) <= MAX_NUMBERS
     trie.advance(10**6)
@@ -269,12 +273,11 @@ def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject)
     assert all(parent < index for index, parent in enumerate(chosen.parents))
 
 
-def branching(drafting: Drafting, num_sessions: int) -> list[PendingDrafts]:
-    """Sessions with the same tree: a likely and an unlikely child of the last token; below the first two again."""
-    sessions = [pending(drafting) for _ in range(num_sessions)]
-    for drafts in sessions:
-        drafting.merge_tree(drafts, TreeDraft(0, 0, [1, 2, 3, 4], [ROOT, ROOT, 0, 0], [13, 6, 13, 6]), 0.0)
-    return sessions
+def branching(drafting: Drafting) -> PendingDrafts:
+    """A session with a tree: a likely and an unlikely child of the last token; below the first two again."""
+    drafts = pending(drafting)
+    drafting.merge_tree(drafts, TreeDraft(0, 0, [1, 2, 3, 4], [ROOT, ROOT, 0, 0], [13, 6, 13, 6]), 0.0)
+    return drafts
 
 
 def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
@@ -282,8 +285,8 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
     found = []
     for extra_s in (0.0001, 0.006, 0.1):
         drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
-        sessions = branching(drafting, 1)
-        found.append(drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]])
+        drafts = branching(drafting)
+        found.append(drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts])
     whole, line, nothing = found
     assert whole == SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0])
     assert line == SelectedDrafts.line([1, 3])
@@ -293,11 +296,11 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
 def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
     """Steps with trees that take twice as long are declined, tried again at times, and taken once they are faster."""
     drafting = timed(32, Policy.AUTO, 0.040, with_trees=True)
-    sessions = branching(drafting, 1)
+    drafts = branching(drafting)
 
     def step(factor: float) -> bool:
         """Whether a step is one with a tree; its time is `factor` of a line's then."""
-        chosen = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]]
+        chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts]
         size = StepSize(1 + len(chosen.tokens))
         drafting.stepped(size, 0.040 * (1.0 if chosen.is_line else factor), not chosen.is_line)
         return not chosen.is_line
@@ -317,9 +320,9 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
 def test_trees_keep_their_size_where_no_line_is_run() -> None:
     """Times of lines are forgotten after 256 steps; then trees tell them, and the plain step is still timed."""
     drafting = timed(32, Policy.AUTO, 0.120, with_trees=True)
-    sessions, sizes = branching(drafting, 1), list[int]()
+    drafts, sizes = branching(drafting), list[int]()
     for step in range(1_500):
-        chosen = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]]
+        chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts]
         sizes.append(len(chosen.tokens))
         drafting.stepped(StepSize(1 + sizes[-1]), 0.040 + 0.001 * sizes[-1], not chosen.is_line)
         if step < 600:  # else nothing plain is run but what is tried
@@ -328,14 +331,6 @@ def test_trees_keep_their_size_where_no_line_is_run() -> None:
     step_s, extra_s = drafting.curve.step_and_extra()
     assert step_s == pytest.approx(0.040, rel=0.05) and extra_s == pytest.approx(0.001, rel=0.5)
     assert drafting.trees.ratio < 1.1
-
-
-def test_the_line_form_is_the_likeliest_path() -> None:
-    """Without trees, siblings stay pending and are not verified."""
-    drafting = Drafting(32, Policy.VERIFY)
-    sessions = branching(drafting, 2)
-    chosen = drafting.choose(sessions, 99, StepSize(2, 0), 0.0)
-    assert [chosen[drafts] for drafts in sessions] == [SelectedDrafts.line([1, 3])] * 2
 
 
 def test_no_more_is_verified_than_may_be_committed() -> None:

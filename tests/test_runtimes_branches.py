@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import onnx
@@ -201,7 +201,8 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
 
 
 def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -> None:
-    """Branches may end at the last position; one token more is refused and changes nothing."""
+    """It and its branches may end at the last position; one token more is refused and changes nothing."""
+    assert runtime.limits.max_positions == LONGEST
     text = tokens_of(random.Random(9), LONGEST - 2)
     runtime.extend(text)
     branches = [[1, 2], [1, 3], [4]]
@@ -213,7 +214,11 @@ def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -
         runtime.extend_branches([[4], [1, 2, 3]])
     assert runtime.length == len(text)
     assert_close(runtime.extend([1, 3]), expected[1])
+    with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
+        runtime.extend([1])
     assert runtime.length == LONGEST
+    runtime.truncate(LONGEST - 1)
+    assert_close(runtime.extend([3]), expected[1])
 
 
 @pytest.mark.parametrize("opened", ["pinned llama", "device llama"], indirect=True)
@@ -225,97 +230,90 @@ def test_a_graph_or_device_of_one_sequence_runs_no_branches(runtime: Branching) 
 
 
 def test_it_is_a_branching_sequence_runtime(runtime: Branching) -> None:
-    """A call takes one branch at least and `max_branches` at most, of known tokens."""
+    """A call takes one branch at least and `max_branches` at most, of known tokens. A rollback does not go on."""
     assert runtime.max_branches == 8
     runtime.extend([1])
+    for tokens in ([], [-1], [TINY_VOCAB]):
+        with pytest.raises(AssertionError):
+            runtime.extend(tokens)
+    with pytest.raises(AssertionError):
+        runtime.truncate(2)
     wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
     for wrong in wrongs:
         with pytest.raises(AssertionError):
             runtime.extend_branches(wrong)
 
 
-def test_int8_branches_stay_close(tiny_ir: Callable[..., Path]) -> None:
-    """Activations are quantized on the fly, so kernels that round differently move logits a little, as for `extend`."""
-    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("qwen2", int8=True), OPTIONS) for _ in range(2))
+@pytest.mark.parametrize(
+    ("family", "int8", "properties", "most"),
+    [("qwen2", True, {}, 0.1), ("llama", False, {"KV_CACHE_PRECISION": "u8"}, 0.05)],
+    ids=["int8 weights", "u8 cache"],
+)
+def test_branches_of_quantized_models_stay_close(
+    tiny_ir: Callable[..., Path], family: str, int8: bool, properties: dict[str, str], most: float
+) -> None:
+    """Activations are quantized on the fly, so kernels that round differently move logits a little, as for `extend`.
+    Blocks of a quantized cache are copied with their scales.
+    """
+    options = replace(OPTIONS, properties=properties)
+    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir(family, int8=int8), options) for _ in range(2))
     rng = random.Random(2)
     text, branches = tokens_of(rng, 45), [tokens_of(rng, 3) for _ in range(8)]
     runtime.extend(text)
     for depth in (1, 2, 3):
         for row, branch in zip(runtime.extend_branches([branch[:depth] for branch in branches]), branches, strict=True):
             plain.truncate(0)
-            assert np.abs(row - plain.extend(text + branch[:depth])).max() < 0.1
+            expected = [plain.extend(part).copy() for part in (text, *([token] for token in branch[:depth]))]
+            assert np.abs(row - expected[-1]).max() < most
 
 
-def test_a_u8_cache_can_branch(tiny_ir: Callable[..., Path]) -> None:
-    """Blocks of a quantized cache are copied with their scales."""
-    options = replace(OPTIONS, properties={"KV_CACHE_PRECISION": "u8"})
-    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), options) for _ in range(2))
-    rng = random.Random(2)
-    text, branches = tokens_of(rng, 45), [tokens_of(rng, 2) for _ in range(4)]
-    runtime.extend(text)
-    runtime.extend_branches([branch[:1] for branch in branches])
-    for row, branch in zip(runtime.extend_branches(branches), branches, strict=True):
-        plain.truncate(0)
-        plain.extend(text)
-        plain.extend(branch[:1])
-        assert np.abs(row - plain.extend(branch[1:])).max() < 0.05
+class Broken:
+    """In the place of an infer request or a session: it runs nothing."""
+
+    def __init__(self, original: object) -> None:
+        self.original = original
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.original, name)
+
+    def start_async(self, **options: object) -> None:
+        raise RuntimeError("broken")
+
+    def run_with_iobinding(self, binding: object) -> None:
+        raise RuntimeError("broken")
 
 
-def test_a_failed_call_forgets_its_branches(tiny_ir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was planned but did not run is not taken for run: the next calls have the correct logits."""
-    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), OPTIONS) for _ in range(2))
-    runtime.extend(list(range(40)))
-
-    class Broken:
-        def __init__(self, request: object) -> None:
-            self.request = request
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.request, name)
-
-        def start_async(self, **options: object) -> None:
-            raise RuntimeError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime._shared, "request", Broken(runtime._shared.request))
-        with pytest.raises(RuntimeError, match="broken"):
-            runtime.extend_branches([[1, 2], [1, 3]])
-        with pytest.raises(RuntimeError, match="broken"):
-            runtime.extend([7] * 30)
-    assert runtime.length == 40 and runtime._blocks.num_nodes == 0
-    assert runtime._blocks.num_blocks - runtime._blocks.num_free == 2
-    assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
-    plain.truncate(40)
-    assert_close(runtime.extend([5]), plain.extend([5]))
-
-
-def test_a_failed_step_of_onnx_runtime_forgets_its_branches(
-    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("opened", ["openvino llama", "onnxruntime llama"], indirect=True)
+def test_a_failed_call_forgets_its_branches(
+    opened: Opened, runtime: Branching, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault is the runtime's own; the sequence stays, and the next calls have the correct logits."""
-    build(tiny_model("llama"), tmp_path / "onnx", "fp32")
-    runtime, plain = (OnnxRuntimeSequence(tmp_path / "onnx", OPTIONS) for _ in range(2))
-    runtime.extend(list(range(40)))
-    runtime.extend_branches([[1], [2]])
-    assert runtime._rows is not None
-
-    class Broken:
-        def run_with_iobinding(self, binding: object) -> None:
-            raise RuntimeError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime._rows, "_model", replace(runtime._rows._model, session=Broken()))
-        with pytest.raises(ModelFault, match="a step of 2 branches after 40: broken"):
-            runtime.extend_branches([[1, 2], [1, 3]])
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_model", replace(runtime._model, session=Broken()))
-        runtime.extend_branches([[1]])
-        with pytest.raises(ModelFault, match="a step of 2 tokens after 41: broken"):
-            runtime.extend([1, 2, 3])
-    assert runtime.length == 40 and not runtime._rows.nodes
-    assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
-    plain.truncate(40)
-    assert_close(runtime.extend([5]), plain.extend([5]))
+    """What was planned but did not run is not taken for run: the sequence stays, and the next calls have the correct
+    logits. With ONNX Runtime the fault is the runtime's own.
+    """
+    text = list(range(40))
+    runtime.extend(text)
+    parts: list[Any] = [runtime._shared] if isinstance(runtime, OpenVinoSequenceRuntime) else [runtime, runtime._rows]  # type: ignore[attr-defined]
+    for call, words in (
+        (lambda: runtime.extend_branches([[1, 2], [1, 3]]), "a step of 2 branches after 40: broken"),
+        (lambda: runtime.extend([1, 2, 3]), "a step of 2 tokens after 41: broken"),
+    ):
+        runtime.extend_branches([[1], [2]])
+        with monkeypatch.context() as patch:
+            for part in parts:
+                if hasattr(part, "request"):
+                    patch.setattr(part, "request", Broken(part.request))
+                else:
+                    patch.setattr(part, "_model", replace(part._model, session=Broken(None)))
+            with pytest.raises((RuntimeError, ModelFault), match="broken") as fault:
+                call()
+        assert fault.type is RuntimeError if len(parts) == 1 else words in str(fault.value)
+    assert runtime.length == 40
+    if isinstance(runtime, OpenVinoSequenceRuntime):
+        assert runtime._blocks.num_nodes == 0 and runtime._blocks.num_blocks - runtime._blocks.num_free == 2
+    else:
+        assert not parts[1].nodes
+    assert_close(runtime.extend_branches([[1, 2, 4]])[0], truth([*text, 1, 2, 4]))
+    assert_close(runtime.extend([5]), truth([*text, 5]))
 
 
 @pytest.mark.parametrize("kind", ["openvino", "gpu", "onnxruntime"])

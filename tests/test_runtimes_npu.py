@@ -1,20 +1,29 @@
-"""Tests the NPU's path, emulated on the CPU: transformers' logits in any tree, after any rollback."""
+"""Tests the NPU's path, emulated on the CPU: transformers' logits in any tree, after any rollback, in any family.
+
+Then its graphs: lengths and weights, what is kept on disk, options, errors.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import pytest
+from numpy.typing import NDArray
+from openvino import opset13 as ops
 from tests.conftest import TINY_VOCAB
-from tests.npu_path import FIRST, OPTIONS, SECOND, Truth, assert_close, truth_of
+from tests.npu_path import FIRST, OPTIONS, SECOND, TOLERANCE, Truth, assert_close, replace_shapes, truth_of
 from tests.tiny_models import FAMILIES
 
-from outrider.models.errors import ConfigError
-from outrider.models.runtimes import open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.runtimes import open_sequence_runtime, openvino_npu, sequence_kind
+from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
+from outrider.models.runtimes.openvino_graph import run_request
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 
 
@@ -48,32 +57,28 @@ def test_the_limits_are_what_was_asked_for(runtime: OpenVinoNpuRuntime) -> None:
     assert (runtime.limits.vocab_size, runtime.limits.max_positions) == (TINY_VOCAB, 64 + 64)
     assert runtime.max_branches == 8
     assert runtime.provider == "NPU path emulated on the CPU"
+    for tokens in ([], [TINY_VOCAB], [-1]):  # our bugs: they never reach the model
+        with pytest.raises(AssertionError):
+            runtime.extend(tokens)
+    with pytest.raises(AssertionError):
+        runtime.truncate(1)
 
 
 WALKS: dict[str, list[tuple[int, list[int], bool]]] = {
     "steps of one, of some, and of more than a pass takes": [
-        *(
-            (length, FIRST[length : length + num], False)
-            for length, num in ((0, 40), (40, 1), (41, 1), (42, 1), (43, 5))
-        ),
+        *((at, FIRST[at : at + num], False) for at, num in ((0, 40), (40, 1), (41, 1), (42, 1), (43, 5))),
         *((48, FIRST[48:56], True), (56, FIRST[56:75], True), (75, FIRST[75:100], False)),
     ],
     "longer than a pass, up to the longest": [(0, FIRST, False), (120, SECOND[:8], False), (112, SECOND[:8], True)],
     "every row of a prompt": [
-        (0, FIRST[:50], True),
-        (50, FIRST[50:53], True),
-        (0, SECOND[:90], True),
-        (0, [7, 8], True),
+        *((0, FIRST[:50], True), (50, FIRST[50:53], True), (0, SECOND[:90], True), (0, [7, 8], True)),
     ],
     "back, deeper and deeper, and on over what was dropped": [
         *((0, FIRST[:45], False), (45, FIRST[45:75], False), (70, SECOND[:3], True), (72, SECOND[3:4], True)),
         *((60, SECOND[4:10], True), (50, SECOND[10:12], True), (52, SECOND[20:60], False)),
     ],
     "back into the prompt": [
-        (0, FIRST[:60], False),
-        (20, SECOND[:3], True),
-        (10, SECOND[3:9], True),
-        (1, [7, 8], True),
+        *((0, FIRST[:60], False), (20, SECOND[:3], True), (10, SECOND[3:9], True), (1, [7, 8], True)),
     ],
     "back by one from a prompt that fills its pass": [(0, FIRST[:64], False), (63, SECOND[:1], False)],
     "a new prompt after an old one, with and without steps after it": [
@@ -99,14 +104,6 @@ def test_rows_are_those_of_the_tokens_that_stay(
         else:
             assert_close(runtime.extend(new), truth(kept)[-1])
         assert runtime.length == len(kept)
-
-
-def test_more_tokens_than_positions_are_refused(runtime: OpenVinoNpuRuntime) -> None:
-    """And nothing has changed."""
-    runtime.extend((FIRST + SECOND)[:128])
-    with pytest.raises(ConfigError, match="129 tokens do not fit the 128 positions"):
-        runtime.extend([1])
-    assert runtime.length == runtime.limits.max_positions == 128
 
 
 def test_a_random_walk(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
@@ -200,10 +197,193 @@ def test_a_random_tree(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
             runtime.truncate(20)
 
 
-def test_bad_tokens_and_lengths_are_our_bugs(runtime: OpenVinoNpuRuntime) -> None:
-    """An id outside the vocabulary, no token at all, or a cut beyond the end never reaches the model."""
-    for tokens in ([], [TINY_VOCAB], [-1]):
-        with pytest.raises(AssertionError):
-            runtime.extend(tokens)
-    with pytest.raises(AssertionError):
-        runtime.truncate(1)
+@pytest.mark.parametrize("other", ["olmo2", "opt", "xglm"])
+def test_families_with_masks_of_another_kind(
+    other: str, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """Of true and false, and added before a softmax of its own; rows that nothing uses must not become NaN."""
+    truth = truth_of(tiny_model(other), "eager")
+    runtime = OpenVinoNpuRuntime(tiny_ir(other), OPTIONS)
+    assert_close(runtime.extend_rows(FIRST[:40]), truth(FIRST[:40]))
+    assert_close(runtime.extend(FIRST[40:41]), truth(FIRST[:41])[-1])
+    assert_close(runtime.extend_rows(FIRST[41:47]), truth(FIRST[:47])[-6:])
+    runtime.truncate(43)
+    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:43] + SECOND[:5])[-5:])
+    runtime.close()
+
+
+def test_quantized_weights_that_cannot_be_folded(tiny_ir: Callable[..., Path]) -> None:
+    """GPT-2 multiplies over two axes, where the plugin's folding loses the scales; logits are those of the CPU's."""
+    ir = tiny_ir("gpt2", int8=True)
+    usual = open_sequence_runtime(
+        "openvino", ir, RuntimeOptions(num_threads=1, properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"})
+    )
+    runtime = OpenVinoNpuRuntime(ir, OPTIONS)
+    for begin, end in ((0, 40), (40, 41), (41, 47)):
+        difference = runtime.extend(FIRST[begin:end]) - usual.extend(FIRST[begin:end])
+        assert np.abs(difference).max() < 3 * TOLERANCE  # the scales are f16 too
+    runtime.close()
+    usual.close()
+
+
+def test_more_branches_than_slots(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
+    """What was used longest ago is forgotten, and runs again when it is asked for; the text is not."""
+    truth = truth_of(tiny_model("llama"))
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), replace(OPTIONS, static_shapes=replace_shapes(response_len=8)))
+    runtime.extend(FIRST[:60])
+    nodes = [[first, second] for first in range(20) for second in range(8)]
+    for at in range(0, len(nodes), 8):
+        new = nodes[at : at + 8]
+        assert_close(runtime.extend_branches(new)[-1], truth(FIRST[:60] + new[-1])[-1])
+    assert_close(runtime.extend_branches([nodes[0]]), truth(FIRST[:60] + nodes[0])[-1:])
+    assert_close(runtime.extend(nodes[0]), truth(FIRST[:60] + nodes[0])[-1])
+    runtime.close()
+
+
+@pytest.mark.parametrize(("other", "step_len"), [("cohere2", 8), ("cohere2", 4), ("mistral", 8)])
+def test_windows_are_those_of_positions_not_of_slots(
+    other: str, step_len: int, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """Beyond a sliding window of 32, of every layer and of every second one: in prompts, in trees, after a fork. Also
+    with as many tokens in a pass as an attention has heads, where the CPU's fused kernels are wrong.
+    """
+    truth = truth_of(tiny_model(other))
+    shapes = replace_shapes(step_len=step_len)
+    runtime = OpenVinoNpuRuntime(tiny_ir(other), replace(OPTIONS, static_shapes=shapes))
+    assert runtime._step.windows == ((0, 32) if other == "cohere2" else (32,))
+    assert_close(runtime.extend_rows(FIRST[:70]), truth(FIRST[:70]))
+    for ways in ([SECOND[:2], SECOND[:1], [3]], [[3, 4], [3, 5], [*SECOND[:2], 6]]):
+        assert_close(runtime.extend_branches(ways), np.stack([truth(FIRST[:70] + way)[-1] for way in ways]))
+    assert_close(runtime.extend([3, 5, 7]), truth([*FIRST[:70], 3, 5, 7])[-1])
+    runtime.truncate(40)
+    assert_close(runtime.extend(SECOND[:30]), truth(FIRST[:40] + SECOND[:30])[-1])
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes", "max_positions", "expected"),
+    [
+        ("qwen2", {"step_len": 1}, 0, (128, 1, True)),
+        ("llama", {"prompt_len": 100, "response_len": 10, "step_len": 4}, 0, (110, 4, True)),
+        ("llama", {"prompt_len": 100, "response_len": 10, "step_len": 100}, 0, (110, 100, False)),
+        ("llama", {}, 90, (90, 8, True)),
+        ("llama", {}, 40, (40, 8, True)),  # under a prompt's pass
+    ],
+)
+def test_odd_lengths(
+    family: str,
+    shapes: dict[str, int],
+    max_positions: int,
+    expected: tuple[int, int, bool],
+    tiny_ir: Callable[..., Path],
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """Any lengths hold as they were asked for, the least of all binds. A pass as long as a prompt's is the only graph;
+    one of single tokens takes no branches, and several tokens run one by one.
+    """
+    truth = truth_of(tiny_model(family))
+    options = replace(OPTIONS, static_shapes=replace_shapes(**shapes), max_positions=max_positions)
+    runtime = OpenVinoNpuRuntime(tiny_ir(family), options)
+    limits = runtime.limits.max_positions, runtime.max_branches, runtime._prompt is not None
+    assert limits == expected
+    size = expected[0]  # every position is used
+    first, kept = FIRST[: size * 3 // 5], size * 2 // 5
+    assert_close(runtime.extend_rows(first), truth(first))
+    runtime.truncate(kept)
+    assert_close(runtime.extend_rows(SECOND[:5]), truth(first[:kept] + SECOND[:5])[-5:])
+    assert_close(runtime.extend(SECOND[5 : size - kept]), truth(first[:kept] + SECOND[: size - kept])[-1])
+    with pytest.raises(ConfigError, match=f"{size + 1} tokens do not fit the {size} positions"):
+        runtime.extend([1])
+    assert runtime.length == size
+    runtime.close()
+
+
+def test_a_short_text_takes_the_faster_graph(tiny_ir: Callable[..., Path]) -> None:
+    """A prompt's pass counts as three steps until both were measured; then their times decide."""
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
+    step, prompt = runtime._step, runtime._prompt
+    assert prompt is not None
+    assert [runtime._graph(length, length - 1) for length in (24, 25, 64, 90)] == [step, prompt, prompt, prompt]
+    assert runtime._graph(64, 0) is step  # it gives the logits after every token
+    step.fastest_s, prompt.fastest_s = 0.01, 0.055
+    assert [runtime._graph(length, length - 1) for length in (40, 41)] == [step, prompt]
+    runtime.close()
+
+
+def test_compiled_models_are_kept(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """The second opening loads what the first compiled, with the same logits; a damaged file is compiled again."""
+    options = replace(OPTIONS, cache_dir=str(tmp_path / "cache"))
+
+    def logits() -> NDArray[np.float32]:
+        runtime = OpenVinoNpuRuntime(tiny_ir("llama"), options)
+        found = np.concatenate([runtime.extend(FIRST[:40]), runtime.extend(FIRST[40:45])])
+        runtime.close()
+        return found
+
+    first = logits()
+    kept = sorted((tmp_path / "cache").iterdir())  # of each graph one
+    written = [path.stat().st_mtime_ns for path in kept]
+    assert len(kept) == 2 and np.array_equal(logits(), first)
+    assert kept == sorted((tmp_path / "cache").iterdir())
+    assert written == [path.stat().st_mtime_ns for path in kept]
+    kept[0].write_bytes(kept[0].read_bytes()[:1000])
+    assert np.array_equal(logits(), first)
+    assert kept[0].stat().st_size > 1000
+
+
+def test_without_an_npu_it_says_what_would_help(tiny_ir: Callable[..., Path]) -> None:
+    """No silent use of another device: the error lists the devices and what to do."""
+    if any(device.startswith("NPU") for device in ov.Core().available_devices):
+        pytest.skip("this machine has an NPU")
+    with pytest.raises(RuntimeUnavailable, match=r"no NPU on this machine, only CPU.*driver.*--emulate-npu"):
+        OpenVinoNpuRuntime(tiny_ir("llama"), replace(OPTIONS, emulate_npu=False))
+
+
+def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """Each mistake has its own error, which names the value."""
+    ir = tiny_ir("llama")
+    for wrong, message in (
+        ({"static_shapes": None}, "give static_shapes"),
+        ({"num_threads": -1}, "num_threads is -1"),
+        ({"device": "GPU"}, "device is 'GPU'; expected NPU"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OpenVinoNpuRuntime(ir, replace(OPTIONS, **wrong))
+    with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
+        OpenVinoNpuRuntime(tmp_path, OPTIONS)
+    bloom = ov.Core().read_model(ir / "openvino_model.xml")
+    positions = bloom.input("position_ids")
+    counted = ops.add(ops.constant(np.zeros((1, 1), np.int64)), bloom.input("input_ids"))
+    for reader in positions.get_target_inputs():
+        reader.replace_source_output(counted.output(0))
+    bloom.remove_parameter(positions.get_node())
+    ov.save_model(bloom, tmp_path / "bloom.xml")
+    with pytest.raises(BundleError, match=r"has no input position_ids.* such as Bloom"):
+        OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
+    x = ops.parameter([-1, 4], np.float32, name="x")
+    ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
+    with pytest.raises(BundleError, match="has no KV cache"):
+        OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
+
+
+def test_a_pass_that_went_wrong_leaves_nothing_behind(
+    tiny_ir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values that are no numbers are not kept: hidden slots count too, times 0. Closing frees all slots."""
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
+    expected = runtime.extend(FIRST[:20]).copy()
+    runtime.truncate(10)
+    new = runtime._step._moves[0][1]
+
+    def broken(request: Any) -> None:
+        run_request(request)
+        new[:] = np.inf
+
+    with monkeypatch.context() as patched:
+        patched.setattr(openvino_npu, "run_request", broken)
+        runtime.extend(SECOND[:3])
+    runtime.truncate(10)
+    assert_close(runtime.extend(FIRST[10:20]), expected)
+    cache = weakref.ref(next(iter(runtime._step.caches.values())))
+    runtime.close()
+    assert cache() is None

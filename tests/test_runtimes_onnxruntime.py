@@ -21,7 +21,7 @@ from tests.waiting import lets_other_threads_run
 from tools.tiny_sources import make_tiny_model
 
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
-from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
@@ -221,27 +221,6 @@ def test_close_can_be_called_twice(graph: Callable[..., Path]) -> None:
     assert runtime._model is None and not runtime._caches
 
 
-def test_the_end_of_the_positions_is_an_error_that_changes_nothing(graph: Callable[..., Path]) -> None:
-    """A sequence may be as long as its limit; one token more is refused."""
-    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), replace(OPTIONS, max_positions=20))
-    before = runtime.extend(FIRST[:20]).copy()
-    with pytest.raises(ConfigError, match="21 tokens do not fit the 20 positions"):
-        runtime.extend([1])
-    assert runtime.length == 20
-    runtime.truncate(19)
-    assert np.abs(runtime.extend(FIRST[19:20]) - before).max() < 1e-5
-
-
-def test_wrong_calls_are_caught(graph: Callable[..., Path]) -> None:
-    """Unknown token ids, empty steps and impossible rollbacks are our own bugs: asserts."""
-    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
-    for tokens in ([], [-1], [VOCAB]):
-        with pytest.raises(AssertionError):
-            runtime.extend(tokens)
-    with pytest.raises(AssertionError):
-        runtime.truncate(1)
-
-
 def test_other_threads_run_during_a_step(graph: Callable[..., Path]) -> None:
     """The step releases the GIL: another thread makes progress that has no other chance to get it."""
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
@@ -327,16 +306,6 @@ def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> No
     (lengthless / "config.json").unlink()
     with pytest.raises(ConfigError, match="does not give max_position_embeddings; set max_positions"):
         OnnxRuntimeSequence(lengthless, replace(OPTIONS, max_positions=0))
-
-
-def test_a_step_that_fails_is_a_fault_of_the_model(graph: Callable[..., Path]) -> None:
-    """An error of ONNX Runtime in a step becomes a ModelFault; the sequence does not change."""
-    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
-    runtime.extend([1, 2, 3])
-    runtime._binding.clear_binding_inputs()
-    with pytest.raises(ModelFault, match="failed in a step of 1 tokens after 3"):
-        runtime.extend([4])
-    assert runtime.length == 3
 
 
 def test_it_opens_by_name_and_its_threads_spin_shortly(graph: Callable[..., Path]) -> None:

@@ -98,19 +98,6 @@ def test_invariance_can_be_given_up(tiny_ir: Callable[..., Path]) -> None:
     assert np.abs(logits - all_logits(tiny_ir("llama"))[-10:]).max() < 1e-4
 
 
-def test_an_accepted_branch_can_be_moved(tiny_ir: Callable[..., Path]) -> None:
-    """Two branches in one step; after the move of the second one, the next token has the logits of its line."""
-    runtime = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False))
-    assert runtime.why_no_trees is None
-    runtime.forward([SequenceSlice(TOKENS[:31], 0, [5, 3], 0)])
-    mask = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], np.uint8)
-    rows = runtime.forward([SequenceSlice([7, 8, 9, 10], 31, [5, 3], 4, [31, 31, 32, 32], mask)]).copy()
-    runtime.move([3 * 32, 3 * 32 + 1], [5 * 32 + 31, 3 * 32])  # 8 and 9, across the end of a block
-    moved = runtime.forward([SequenceSlice([11], 33, [5, 3], 1)]).copy()
-    line = runtime.forward([SequenceSlice([*TOKENS[:31], 8, 9, 11], 0, [1, 2], 3)])
-    assert np.abs(np.concatenate([rows[1:3], moved]) - line).max() < 1e-4
-
-
 @pytest.mark.parametrize("family", ["mistral", "bloom"])
 def test_masks_that_are_wrong_are_not_used(tiny_ir: Callable[..., Path], family: str) -> None:
     """With a sliding window or ALiBi the plugin takes slots for positions: a tree's logits would be off by 0.2 to 2."""
@@ -163,18 +150,6 @@ def test_cache_precision_is_a_property(tiny_ir: Callable[..., Path]) -> None:
     assert small.num_blocks > plain.num_blocks
     step = [SequenceSlice(TOKENS, 0, [0, 1], 1)]
     assert 0 < np.abs(plain.forward(step) - small.forward(step)).max() < 0.2
-
-
-def test_a_sequence_may_be_as_long_as_its_limit_and_no_longer(tiny_ir: Callable[..., Path]) -> None:
-    """`max_positions` lowers the model's own limit; one token more is refused and changes nothing."""
-    runtime = OpenVinoSequenceRuntime(tiny_ir("llama"), replace(OPTIONS, max_positions=40))
-    assert runtime.limits.max_positions == 40
-    before = runtime.extend(TOKENS).copy()
-    with pytest.raises(ConfigError, match="41 tokens do not fit the 40 positions"):
-        runtime.extend([1])
-    assert runtime.length == 40
-    runtime.truncate(39)
-    assert np.abs(runtime.extend(TOKENS[39:]) - before).max() < 1e-4
 
 
 def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:

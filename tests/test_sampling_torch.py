@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.models.picks import narrowing_torch, noise_torch, pruning_torch, sampling_torch
 from outrider.models.picks.narrowing_torch import reach_by_bisection, reach_by_sorting
-from outrider.models.picks.row_terms import RowTerms, Way
-from outrider.models.picks.sampling import MAX_SEED, SamplingParams, noise_bits, noise_key, pick
+from outrider.models.picks.row_terms import RowTerms
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams, noise_bits, pick
 from outrider.models.picks.sampling_torch import choose_rows, pick_rows
-from outrider.models.processors.narrowing import coin
-from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.options import ProcessorOptions
 
 CPU: Final = torch.device("cpu")
 SIZE: Final = 20_011  # the last ids are in no group
@@ -305,40 +304,6 @@ def test_thresholds_are_the_same_by_each_search(pairs: list[tuple[int, int]], wa
     beside = torch.cat([goal, torch.ones_like(goal)])  # another row with another goal
     found = narrowing_torch._reach_by_digits(keys.repeat(2, 1), weights.repeat(2, 1), beside)
     assert int(found[0]) == expected and torch.equal(found[1:], reach_by_sorting(keys, weights, beside[1:]))
-
-
-def test_terms_are_those_of_the_scalar_functions() -> None:
-    """Keys and coins to the bit; each row is in one part, in the part of its way, whatever their order."""
-    of = every_way(MAX_SEED - 5)
-    order = np.random.default_rng(0).permutation(len(of)).tolist()
-    own, more = [of[i][0] for i in order], [of[i][1] for i in order]
-    positions = [(7 * i) << (i % 30) for i in range(len(of))]
-    terms = RowTerms.of(own, positions, more, CPU)
-    seen: list[int] = []
-    for part in terms.parts:
-        index = torch.arange(len(of))[part.rows].tolist()
-        seen += index
-        halves = zip(part.low.flatten().tolist(), part.high.flatten().tolist(), strict=True)
-        for row, (low, high), top_k, temperature, threshold in zip(
-            index, halves, part.top_k.tolist(), part.temperature.tolist(), part.xtc_threshold.tolist(), strict=True
-        ):
-            key = noise_key(own[row].seed, positions[row])
-            assert (low & 0xFFFFFFFF, high & 0xFFFFFFFF) == (key & 0xFFFFFFFF, key >> 32)
-            assert (top_k, temperature) == ([own[row].top_k], [own[row].temperature])
-            options = more[row] or PLAIN
-            is_on = coin(own[row].seed, positions[row]) < options.xtc_probability
-            assert threshold == [options.xtc_threshold if is_on else 2.0]
-            assert (part.way is Way.GREEDY) == own[row].is_greedy
-    assert sorted(seen) == list(range(len(of)))
-
-
-def test_rows_of_one_request_share_their_parameters() -> None:
-    """Told apart by identity; equal ones that are not the same object are the same, too."""
-    own = SamplingParams(0.8, top_p=0.9, seed=4)
-    shared = RowTerms.of([own] * 3, [1, 2, 3], None, CPU)
-    apart = RowTerms.of([dataclasses.replace(own) for _ in range(3)], [1, 2, 3], None, CPU)
-    (left,), (right,) = shared.parts, apart.parts
-    assert torch.equal(left._packed, right._packed) and left.rows == right.rows == slice(0, 3)
 
 
 def _row_of(*values: float) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
 from hashlib import sha256
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.engine_harness import SAMPLED, Collector, plain
 from tests.requests import flat_request
-from tests.spilling import Hung, engine, left_by_another
+from tests.spilling import Hung, engine, header_of, left_by_another, with_facts
 
 from outrider.cloud.engine.spill_file import MAGIC
 from outrider.models.errors import RequestError
@@ -145,15 +144,7 @@ def test_a_cancelled_request_takes_no_blocks(place: Path) -> None:
 
 def damaged(data: bytes) -> dict[str, bytes]:
     """Files that must not be used."""
-    (length,) = struct.unpack("<I", data[8:12])
-    facts = json.loads(data[12 : 12 + length])
-    rest = data[12 + length + 32 :]
-
-    def with_facts(**changed: object) -> bytes:
-        header = json.dumps(facts | changed).encode()
-        start = MAGIC + struct.pack("<I", len(header)) + header
-        return start + sha256(start).digest() + rest
-
+    facts, end = header_of(data)
     nothing = MAGIC + struct.pack("<I", 2) + b"[]"
     return {
         "empty": b"",
@@ -162,17 +153,17 @@ def damaged(data: bytes) -> dict[str, bytes]:
         "a huge header": data[:8] + struct.pack("<I", 1 << 31) + data[12:],
         "cut": data[:-1],
         "longer": data + b"\0",
-        "ids": data[: 12 + length + 32] + b"\xff" + data[12 + length + 33 :],
+        "ids": data[:end] + b"\xff" + data[end + 1 :],
         "blocks": data[:-1] + bytes([data[-1] ^ 1]),
-        "another layout": with_facts(layout=["f32[4]"]),
-        "another place": with_facts(place="a-b.kv"),
-        "no list": with_facts(layout=7),
-        "no tokens": with_facts(num_tokens=0),
-        "words for numbers": with_facts(num_blocks="4"),
-        "more blocks than tokens": with_facts(num_blocks=1 << 40),
-        "too old": with_facts(created=facts["created"] - 3601.0),
-        "of the future": with_facts(created=facts["created"] + 3600.0),
-        "no header": nothing + sha256(nothing).digest() + rest,
+        "another layout": with_facts(data, layout=["f32[4]"]),
+        "another place": with_facts(data, place="a-b.kv"),
+        "no list": with_facts(data, layout=7),
+        "no tokens": with_facts(data, num_tokens=0),
+        "words for numbers": with_facts(data, num_blocks="4"),
+        "more blocks than tokens": with_facts(data, num_blocks=1 << 40),
+        "too old": with_facts(data, created=facts["created"] - 3601.0),
+        "of the future": with_facts(data, created=facts["created"] + 3600.0),
+        "no header": nothing + sha256(nothing).digest() + data[end:],
     }
 
 

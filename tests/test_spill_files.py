@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import code_of, run_session, serve_fake, target_tokens
 from tests.spilling import TOKENS, Hung, blocks, engine, store
+from typer.testing import CliRunner
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine import spill as spill_module
-from outrider.cloud.engine.config import SpillConfig
+from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.server import embedded
 from outrider.cloud.server.embedded import _config
+from outrider.cloud.server.main import app
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.target import instruction_set
 from outrider.cloud.server.vllm_target import VllmTarget
@@ -189,13 +191,15 @@ def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_runtime_without_blocks_is_refused_by_name(place: Path) -> None:
-    """So is vLLM, whose cache is its own."""
+    """So is vLLM, whose cache is its own, and a cache of integers where it would be rounded."""
 
     class OnGpu(FakeBatchRuntime):
         why_no_blocks = "the KV cache of OpenVINO on GPU cannot be read"
 
     with pytest.raises(ConfigError, match="--spill-dir keeps the KV cache, and the KV cache of OpenVINO on GPU"):
         Engine(OnGpu(), EngineConfig(spill=SpillConfig(place, "t")))
+    with pytest.raises(ConfigError, match=r"--spill-type fp8: a KV cache of uint64.*; use --spill-type exact"):
+        Engine(FakeBatchRuntime(), EngineConfig(spill=SpillConfig(place, "t", type=SpillType.FP8)))
     with pytest.raises(ConfigError, match="--spill-dir keeps the embedded engine's KV cache"):
         VllmTarget(ServeOptions("b", engine=EngineName.VLLM, spill_dir=place))
 
@@ -216,6 +220,7 @@ def test_a_server_goes_on_where_another_was_killed(place: Path) -> None:
         assert again.end.usage.cached_prompt_tokens == 48
         shown = client.get("/metrics").text
         assert "outrider_kv_cache_restored_total 1.0" in shown and "outrider_kv_cache_spill_faults_total 0.0" in shown
+        assert "outrider_kv_cache_spill_lossy 0.0" in shown and "spill_exact_blocks_total 0.0" in shown
 
 
 def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +245,9 @@ def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_options_reach_the_engine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default nothing is written. A processor of another kind finds no files: its keys may differ in a bit."""
+    """By default nothing is written, and exactly what is held; the help says what the others give up. A processor of
+    another kind finds no files: its keys may differ in a bit.
+    """
     assert _config(ServeOptions("b"), "t").spill is None
     assert platform.machine() in instruction_set()
     monkeypatch.setattr(embedded, "instruction_set", lambda: "x86_64 AVX2")
@@ -248,3 +255,8 @@ def test_the_options_reach_the_engine(place: Path, monkeypatch: pytest.MonkeyPat
     assert _config(options, "t").spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20)
     of_replica = _config(replace(options, ray=True), "t").spill
     assert of_replica == SpillConfig(place, "t x86_64 AVX2", 3 << 20, always=True)
+    rounded = _config(replace(options, spill_type=SpillType.FP8), "t").spill
+    assert rounded == SpillConfig(place, "t x86_64 AVX2", 3 << 20, type=SpillType.FP8)
+    shown = CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    shown = " ".join(shown.split())
+    assert "fp16, fp8: rounded within a checked bound" in shown and "no longer exactly the target's" in shown

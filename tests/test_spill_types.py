@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-import struct
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,20 +17,13 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, plain
 from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import serve_fake
-from tests.spilling import engine
-from typer.testing import CliRunner
+from tests.spilling import TOKENS, engine, header_of, with_facts
 
-from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_codec import BOUNDS, BlockCodec, e4m3_codes, e4m3_numbers
-from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
+from outrider.cloud.engine.spill_file import SpillTarget
 from outrider.cloud.seam import Totals
-from outrider.cloud.server.embedded import _config
-from outrider.cloud.server.main import app
-from outrider.cloud.server.options import ServeOptions
-from outrider.models.errors import ConfigError
 
 LOSSY = (SpillType.FP16, SpillType.FP8)
 NARROWED = [
@@ -47,7 +36,6 @@ NARROWED = [
 ]
 LAYOUT = ("f32[2, 4, 8]", "f32[2, 4, 8]")
 TARGET = SpillTarget("t", LAYOUT, 4, 2 * 64 * 4, 100, 64)
-TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 4]
 
 
 def as_bytes(values: NDArray[np.float32], layout: str) -> NDArray[np.uint8]:
@@ -138,20 +126,6 @@ def test_any_bits_come_back_within_the_bound_or_exactly(kind: SpillType, values:
         assert np.isfinite(before).all() and (np.abs(after - before) <= limit).all()
 
 
-@pytest.mark.parametrize("kind", LOSSY)
-@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan, np.float32(3.4028235e38)])
-def test_a_block_beyond_the_bound_is_kept_exactly(kind: SpillType, wrong: float) -> None:
-    """The others of the prefix are rounded. 3.4e38 is the largest float32, which both types round to infinity."""
-    codec = BlockCodec(kind, ("f32[8, 8]",))
-    values = normal(1)
-    values[1, 2, 3] = wrong
-    data = as_bytes(values, "f32")
-    packed, is_exact = codec.pack(data)
-    assert is_exact.tolist() == [False, True, False]
-    back = codec.unpack(packed, is_exact)
-    assert np.array_equal(back[1], data[1]) and not np.array_equal(back[0], data[0])
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(SpillType.FP16, "bf16[2, 8]"), (SpillType.FP16, "f16[2, 8]"), (SpillType.FP8, "u8[2, 8]"), (SpillType.FP8, "?")],
@@ -160,13 +134,6 @@ def test_a_cache_that_is_no_wider_is_refused(kind: SpillType, layout: str) -> No
     """By name, when the server starts."""
     with pytest.raises(ValueError, match=f"is no wider than {kind}"):
         BlockCodec(kind, ("f32[2, 8]", layout))
-
-
-def test_a_server_without_such_a_cache_does_not_start(tmp_path: Path) -> None:
-    """The fake runtime's cache has integers."""
-    config = EngineConfig(spill=SpillConfig(tmp_path / "spill", "t", type=SpillType.FP8))
-    with pytest.raises(ConfigError, match=r"--spill-type fp8: a KV cache of uint64.*; use --spill-type exact"):
-        Engine(FakeBatchRuntime(), config)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -206,11 +173,13 @@ def test_files_are_smaller(tmp_path: Path) -> None:
     assert list(sizes.values()) == [4 * elements, 2 * elements + rows, elements + rows]
 
 
-def test_blocks_beyond_the_bound_are_counted(tmp_path: Path) -> None:
-    """And come back bit for bit."""
+@pytest.mark.parametrize("kind", LOSSY)
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan, np.float32(3.4028235e38)])
+def test_a_block_beyond_the_bound_is_kept_exactly_and_counted(tmp_path: Path, kind: SpillType, wrong: float) -> None:
+    """The others of the prefix are rounded. 3.4e38 is the largest float32, which both types round to infinity."""
     data = blocks()
-    data[1].view(np.float32)[7] = np.nan
-    _, back, beyond = kept(tmp_path / "spill", SpillType.FP8, data)
+    data[1].view(np.float32)[7] = wrong
+    _, back, beyond = kept(tmp_path / "spill", kind, data)
     assert beyond == 1
     assert np.array_equal(back[1], data[1]) and not np.array_equal(back[0], data[0])
 
@@ -233,13 +202,10 @@ def test_flags_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """A header that is whole, with too many flags, none, or flags that do not fit the length."""
     path, _, _ = kept(tmp_path / "spill", SpillType.FP8, blocks())
     data = path.read_bytes()
-    (length,) = struct.unpack("<I", data[8:12])
-    facts = json.loads(data[12 : 12 + length])
+    facts, _ = header_of(data)
     assert facts["type"] == "fp8" and facts["exact"] == "00"
     for changed in ({"exact": "0000"}, {"exact": None}, {"exact": "xx"}, {"exact": "80"}, {"type": "exact"}):
-        header = json.dumps(facts | changed).encode()
-        start = MAGIC + struct.pack("<I", len(header)) + header
-        path.write_bytes(start + sha256(start).digest() + data[12 + length + 32 :])
+        path.write_bytes(with_facts(data, **changed))
         with closing(store(tmp_path / "spill", SpillType.FP8)) as opened:
             assert opened.find(b"a", "n") is None and opened.totals.spill_faults == 1, changed
 
@@ -292,20 +258,3 @@ def test_an_engine_goes_on_with_rounded_blocks(
         longer = (*whole, *text, *(8,) * 9, 1)
         _, unnamed = second.submit(longer, 4)
         assert second.text(unnamed) == plain(longer, SAMPLED, 4)
-
-
-def test_metrics_say_that_files_are_rounded(tmp_path: Path) -> None:
-    """`outrider_kv_cache_spill_lossy`, beside the count of blocks that were not."""
-    with serve_fake() as server:
-        shown = httpx.get(f"{server.url}/metrics").text
-    assert "outrider_kv_cache_spill_lossy 0.0" in shown and "outrider_kv_cache_spill_exact_blocks_total 0.0" in shown
-
-
-def test_the_option_reaches_the_engine_and_is_labelled(tmp_path: Path) -> None:
-    """Exact by default; the help says what the others give up."""
-    assert ServeOptions("b").spill_type is SpillType.EXACT
-    spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t").spill
-    assert spill is not None and spill.type is SpillType.FP8
-    shown = CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "300", "TERM": "dumb"}).output
-    shown = " ".join(shown.split())
-    assert "fp16, fp8: rounded within a checked bound" in shown and "no longer exactly the target's" in shown

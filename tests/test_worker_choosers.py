@@ -114,29 +114,14 @@ def request_of(
     rules: ProcessorOptions = PLAIN,
     grammar: int | None = None,
     num_logprobs: int | None = None,
-    num_generated: int = 0,
+    num_padding: int = 0,
 ) -> Request:
     prompt = tokenizer.encode(f"def {name}(", add_special_tokens=False)
     stops = frozenset(tokenizer.eos_token_ids)
-    terms = Terms(
-        1,
-        params,
-        99,
-        processors=rules,
-        stop_ids=stops,
-        grammar=grammar,
-        num_logprobs=num_logprobs,
-        num_generated=num_generated,
-    )
+    terms = Terms(1, params, 99, processors=rules, stop_ids=stops, grammar=grammar, num_logprobs=num_logprobs)
     own = None if grammar is None else grammars.compiled(grammar)
-    request = GenerateRequest(
-        prompt=(),
-        pick=PickOptions(params, rules, own, num_logprobs),
-        max_tokens=1,
-        stop_ids=stops,
-        num_generated=num_generated,
-    )
-    return Request(name, terms, prompt, chooser_of(request, prompt, tokenizer.size))
+    request = GenerateRequest((), PickOptions(params, rules, own, num_logprobs), 1, stops)
+    return Request(name, terms, prompt, chooser_of(request, prompt, tokenizer.size + num_padding))
 
 
 def step(
@@ -158,9 +143,11 @@ def step(
 def test_steps_of_many_texts_are_the_embedded_engines(
     seed: int, grammars: WorkerGrammars, tokenizer: Tokenizer
 ) -> None:
-    """Rules, grammars, logprobs and plain texts together; no drafts, right ones, and ones that go wrong."""
-    rng = np.random.default_rng(seed)
-    choosers, size = RequestChoosers(grammars), tokenizer.size
+    """Rules, grammars, logprobs and plain texts together; no drafts, right ones, and ones that go wrong. The model's
+    vocabulary may be wider than the tokenizer's.
+    """
+    rng, num_padding = np.random.default_rng(seed), (0, 3, 64)[seed % 3]
+    choosers, size = RequestChoosers(grammars), tokenizer.size + num_padding
     requests = [
         request_of(
             f"f{index}",
@@ -170,6 +157,7 @@ def test_steps_of_many_texts_are_the_embedded_engines(
             RULES[rng.integers(len(RULES) - (not index % 2))] if index % 3 else PLAIN,
             None if index % 2 else int(rng.integers(1, 4)),
             None if rng.random() < 0.5 else int(rng.integers(0, 6)),
+            num_padding=num_padding,
         )
         for index in range(8)
     ]

@@ -1,6 +1,6 @@
-"""Tests that ONNX Runtime's plug-in providers are found and named, with what is wrong with them.
+"""Tests which provider of ONNX Runtime a device means, that nothing else runs the model, and how plug-ins are found.
 
-With the real ONNX Runtime, each in a process of its own: a process registers plug-ins once.
+Plug-ins are found by the real ONNX Runtime, each in a process of its own: a process registers them once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ import onnxruntime as ort
 import pytest
 
 from outrider.edge.devices.discovery import NOT_RUN, PROVIDER_DEVICES, TRIALS
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.runtimes import onnxruntime_plugins, onnxruntime_providers
 from outrider.models.runtimes.onnxruntime_plugins import Plugin
-from outrider.models.runtimes.onnxruntime_providers import apply_choice, choose_provider
+from outrider.models.runtimes.onnxruntime_providers import (
+    CPU,
+    OPENVINO,
+    ProviderChoice,
+    apply_choice,
+    check_provider,
+    choose_provider,
+)
 
-OPENVINO = "OpenVINOExecutionProvider"
 QNN = "QNNExecutionProvider"
 FIND = (
     "import json; from dataclasses import asdict; from outrider.models.runtimes.onnxruntime_plugins import "
@@ -140,25 +147,96 @@ def test_a_catalog_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert python(FIND, tmp_path) == [{"name": "Windows ML", "source": "windowsml", "failure": "0x80070490"}]
 
 
-def test_a_registered_plug_in_gets_its_device_although_its_name_is_in_the_list_of_providers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As ONNX Runtime 1.31 lists it. By its name alone it would get no device, and the CPU would run the model."""
-    device = SimpleNamespace(ep_name=QNN, device=SimpleNamespace(type=SimpleNamespace(name="NPU")))
-    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider", QNN])
-    monkeypatch.setattr(ort, "get_ep_devices", lambda: [device])
-    monkeypatch.setattr(onnxruntime_providers, "register_plugins", lambda: (Plugin(QNN, "onnxruntime-qnn"),))
-    given: list[Any] = []
-    settings = SimpleNamespace(
-        add_session_config_entry=lambda key, value: None,
-        add_provider_for_devices=lambda devices, options: given.append((devices, options)),
-    )
-    assert apply_choice(choose_provider(QNN, [QNN]), settings) == {}
-    assert given == [([device], {})]
-
-
 def test_every_provider_that_we_know_of_has_a_kind_and_what_was_run_on_it() -> None:
     """OpenVINO's drives several kinds, and says which."""
     assert set(onnxruntime_plugins._PACKAGES.values()) - set(PROVIDER_DEVICES) == {OPENVINO}
     for name, trial in TRIALS.items():
         assert (NOT_RUN in trial) != name.startswith("CPU")
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_gpu_is_the_first_provider_that_is_there() -> None:
+    """NVIDIA's comes first; Intel's takes the type of device as an option."""
+    assert choose_provider("gpu", [CPU, "CUDAExecutionProvider"]).name == "CUDAExecutionProvider"
+    intel = choose_provider("GPU", [OPENVINO, CPU])
+    assert (intel.name, intel.kind, intel.index) == (OPENVINO, "GPU", None)
+    second = choose_provider("gpu.1", ["CUDAExecutionProvider"])
+    assert (second.name, second.kind, second.index) == ("CUDAExecutionProvider", "GPU", 1)
+    assert choose_provider("cpu", []).name == "CPUExecutionProvider"
+    assert not choose_provider("NPU", []).may_be_cpu and choose_provider("prefer-npu", []).may_be_cpu
+
+
+class Settings:
+    """Takes the place of SessionOptions and notes the devices and options that a plug-in gets."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[list[Any], dict[str, str]]] = []
+
+    def add_session_config_entry(self, key: str, value: str) -> None:
+        assert key == "session.record_ep_graph_assignment_info"
+
+    def add_provider_for_devices(self, devices: list[Any], options: dict[str, str]) -> None:
+        self.given.append((devices, options))
+
+
+def found_device(name: str, kind: str) -> Any:
+    """A device as ONNX Runtime reports it for a plug-in."""
+    return SimpleNamespace(ep_name=name, device=SimpleNamespace(type=SimpleNamespace(name=kind)))
+
+
+def test_a_plug_in_gets_the_device_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its devices are numbered within their kind; one that is not there is an error, and the CPU is a warning."""
+    devices = [found_device(OPENVINO, kind) for kind in ("CPU", "GPU", "GPU", "NPU")]
+    monkeypatch.setattr(ort, "get_ep_devices", lambda: devices)
+    for asked, device in (("GPU", devices[1]), ("gpu.1", devices[2]), (OPENVINO, devices[3])):
+        settings = Settings()
+        assert apply_choice(choose_provider(asked, [OPENVINO]), settings) == {}
+        assert settings.given == [([device], {})]
+    with pytest.raises(RuntimeUnavailable, match=r"only 2 of GPU behind OpenVINOExecutionProvider"):
+        apply_choice(choose_provider("GPU.2", [OPENVINO]), Settings())
+    del devices[1:]
+    apply_choice(choose_provider(OPENVINO, [OPENVINO]), Settings())
+    assert "OpenVINOExecutionProvider: it has no device here but the CPU" in caplog.text
+
+
+def test_a_registered_plug_in_gets_its_device_although_its_name_is_in_the_list_of_providers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As ONNX Runtime 1.31 lists it. By its name alone it would get no device, and the CPU would run the model."""
+    device, settings = found_device(QNN, "NPU"), Settings()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU, QNN])
+    monkeypatch.setattr(ort, "get_ep_devices", lambda: [device])
+    monkeypatch.setattr(onnxruntime_providers, "register_plugins", lambda: (Plugin(QNN, "onnxruntime-qnn"),))
+    assert apply_choice(choose_provider(QNN, [QNN]), settings) == {}
+    assert settings.given == [([device], {})]
+
+
+def test_a_provider_that_is_built_in_gets_the_number_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an option, in the provider's own words; one that takes none refuses it."""
+    built_in = ["CUDAExecutionProvider", OPENVINO, "WebGpuExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: built_in)
+    for name, expected in zip(built_in, ({"device_id": "1"}, {"device_type": "GPU.1"}), strict=False):
+        arguments = apply_choice(choose_provider("GPU.1", [name]), Settings())
+        assert arguments == {"providers": [name], "provider_options": [expected]}
+    with pytest.raises(ConfigError, match=r"WebGpuExecutionProvider takes no number of a device"):
+        apply_choice(choose_provider("GPU.1", built_in[2:]), Settings())
+
+
+def test_what_cannot_be_seen_is_not_taken_for_run() -> None:
+    """A model without a known matrix product proves nothing: the CPU may have run all of it. ONNX Runtime 1.23, the
+    last for Macs with an Intel processor, reports no providers: it runs on the CPU only.
+    """
+    node = SimpleNamespace(op_type="FusedProduct")
+    session = SimpleNamespace(
+        get_provider_graph_assignment_info=lambda: [SimpleNamespace(ep_name=CPU, get_nodes=lambda: [node])],
+        get_providers=lambda: ["WebGpuExecutionProvider", CPU],
+    )
+    with pytest.raises(RuntimeUnavailable, match=r"WebGpuExecutionProvider ran only 0 of 0 matrix products"):
+        check_provider(session, ProviderChoice("WebGpuExecutionProvider", asked="GPU"))
+    with pytest.raises(RuntimeUnavailable, match="does not report what GPU ran; draft on the CPU"):
+        check_provider(object(), ProviderChoice("CoreMLExecutionProvider", asked="GPU"))
+    assert [check_provider(each, ProviderChoice(CPU)) for each in (session, object())] == [CPU, CPU]

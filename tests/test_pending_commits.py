@@ -1,4 +1,4 @@
-"""A commit may be learned from later: what is chosen next, and what is learned in the end, is the same."""
+"""Tests what commits leave pending, also where they are learned from later, and what is chosen of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.pending_drafts import LEAST, PendingDrafts, line_of
-from outrider.cloud.pending.policy import Policy, choose_drafts
+from outrider.cloud.pending.policy import Policy
 from outrider.cloud.pending.trie import PROMPT_KINDS, UNHINTED, DraftTrie, PendingNode, is_looked_up
 from outrider.cloud.seam import DraftHints
-from outrider.models.runtimes.ngram import NgramLookup
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 token = st.integers(1, 3)
@@ -133,6 +131,28 @@ def test_a_dropped_node_takes_no_message_after_its_commit() -> None:
     assert side.drafts.trie.num_nodes == 0 and side.drafts.trie.position_of(2) == -1
 
 
+short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+@given(st.lists(st.one_of(st.tuples(st.just("merge"), short_paths), st.tuples(st.just("advance"), st.integers(0, 3)))))
+@settings(max_examples=300, deadline=None)
+def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) -> None:
+    """Merging and committing leave exactly the paths that are consistent with the commits."""
+    trie, paths = DraftTrie(), set[tuple[int, ...]]()
+    for kind, value in actions:
+        if kind == "merge":
+            assert isinstance(value, list)
+            trie.merge(value, prefer=True)
+            paths.add(tuple(value))
+            assert trie.likeliest(len(value)) == value
+        else:
+            trie.advance(value)  # type: ignore[arg-type]
+            paths = {p[1:] for p in paths if p[0] == value and len(p) > 1}
+        assert bool(trie) == bool(paths)
+        likeliest = tuple(trie.likeliest(10))
+        assert not paths or any(p[: len(likeliest)] == likeliest for p in paths)
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
@@ -198,45 +218,6 @@ def test_the_choice_is_the_plain_ones(data: st.DataObject) -> None:
         assert list(found[drafts].tokens) == tokens[:count]
 
 
-@given(st.lists(st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda row: sorted(row, reverse=True)), max_size=8))
-@settings(max_examples=150, deadline=None)
-def test_flat_times_are_filled(survivals: list[list[float]]) -> None:
-    """A step that costs the same with more tokens takes all that may gain anything."""
-    import numpy as np
-
-    number = sum(map(len, survivals))
-    counts, _ = choose_drafts(survivals, 1, max(1, len(survivals)), np.ones(1 + number), number)
-    assert all(sum(p > 1e-9 for p in row) <= count for row, count in zip(survivals, counts, strict=True))
-
-
-# -- prompt lookup -----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 4), max_size=40), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
-@settings(max_examples=200, deadline=None)
-def test_no_repetition_is_overlooked(text: list[int], more: list[list[int]]) -> None:
-    """Prompt lookup searches only where the last pair may have stood before: it finds what a search always finds."""
-    lookup, plain = PromptLookup(text), NgramLookup(max_n=4, min_n=2)
-    plain.extend(text)
-    for tokens in [[], *more]:
-        text += tokens
-        plain.extend(tokens)
-        matched, copied = plain.match(5)
-        assert lookup.propose(5) == (copied, [kind_of(matched + i) for i in range(len(copied))])
-
-
-def test_a_long_text_is_marked_in_pieces() -> None:
-    """Meanwhile everything may repeat; what does is found then, and nothing is missed afterwards."""
-    text = [n * 7919 % 100_003 for n in range(30_000)]
-    lookup = PromptLookup(text)
-    while lookup.propose(4) == ([], []) and lookup._lookup.length < len(text):
-        pass
-    text += text[100:104]
-    assert lookup.propose(4)[0] == text[104:108]
-    text += [100_004, 100_005]
-    assert lookup.propose(4) == ([], [])
-
-
 def test_settling_costs_what_the_commit_passed() -> None:
     """The rest of the trie is not walked: a following node keeps its children."""
     trie = DraftTrie()
@@ -245,3 +226,14 @@ def test_settling_costs_what_the_commit_passed() -> None:
     below = trie.root.children
     trie.settle()
     assert trie.root.children is below and trie.num_nodes == 497
+
+
+def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
+    """Where a step has no room for all that is likely, no session goes without because others came before it."""
+    drafting = Drafting(8, Policy.VERIFY)
+    sessions = [drafting.pending(b"%d" % number, [], 100, DraftHints()) for number in range(6)]
+    for drafts in sessions:
+        drafts.trie.merge(range(8), prefer=True)
+        drafts.acceptance.observe(range(8), range(8))
+    chosen = drafting.choose(sessions, 12, StepSize(6, 0), 0.0)
+    assert [len(chosen[drafts].tokens) for drafts in sessions] == [2] * 6
