@@ -51,7 +51,9 @@ def orphan_flood(subject: Subject) -> Iterator[Row]:
     # Parents a million numbers back: no message has them.
     size, back = MAX_MESSAGE_NODES, 1_000_000
     firsts = range(2 * back, 2 * back + 8 * size, size)
-    seen = _flooded(subject, [tree(0, first, range(1, 1 + size), range(first - back, back + size)) for first in firsts])
+    seen = _flooded(
+        subject, [tree(0, first, range(1, 1 + size), range(first - back, first - back + size)) for first in firsts]
+    )
     what = f"a flood of nodes without parents to one session, {ATTACK_S:g} s"
     limit = "p99 under 50 ms; max under 50 ms more than the idle server's"
     yield Row("17", f"{what}: GET /health/live", f"{seen}", limit, seen.is_prompt, seen.raw)

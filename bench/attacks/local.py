@@ -87,9 +87,7 @@ def greedy_texts(subject: Subject) -> Iterator[Row]:
         if any(answer.status != 200 for answer in answers):
             raise NotMeasured(f"the endpoint refused long texts: {answers[0].body[-200:]!r}")
         request = endpoint.request("POST", COMPLETIONS, _LONG, ATTACKER)
-        what = (
-            f"`outrider serve --max-own {MAX_OWN}`: one key's long texts on 64 connections, never read"
-        )
+        what = f"`outrider serve --max-own {MAX_OWN}`: one key's long texts on 64 connections, never read"
         with beside(endpoint, idle) as seen:
             yield _beside("25", what, endpoint, lambda: attacking(hold, endpoint.port, request, 64))
     yield Row("25", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)

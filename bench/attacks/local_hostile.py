@@ -41,7 +41,8 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
     kinds: dict[str, tuple[Answers, str, dict[str, Any]]] = {
         what: ({"/v1/sessions": (each.data, each.more)}, COMPLETIONS, _TEXT)
         for what, each in broken_streams(VOCAB_SIZE).items()
-    } | {
+    }
+    kinds |= {
         "a refusal without end": (
             {"/v1/sessions": (b'HTTP/1.1 400 Bad Request\r\n\r\n{"error":{"code":"', forever)},
             COMPLETIONS,
