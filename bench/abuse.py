@@ -6,14 +6,13 @@
     python -m bench.abuse --server PYTHON --engine vllm    # vLLM verifies; this interpreter runs servers only
     python -m bench.abuse --ray --only 9      # `outrider-cloud serve --ray`; rows with emulated steps stay as they are
 
-What an attack costs others is measured here, and what needs a terminal; that an attack is refused is
-said by tests (docs/benchmarks.md, "Abuse").
+What an attack costs others is measured here; that an attack is refused is said by tests (docs/benchmarks.md, "Abuse").
 
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
-missed or a row could not be measured, which the table says. Needs Linux and two cores, row 37 Ray.
-Takes about 40 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
+missed or a row could not be measured, which the table says. Needs Linux and two cores.
+Takes about 35 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
 """
 
 from __future__ import annotations
