@@ -44,9 +44,9 @@ class Probe:
     def _run(self, port: int, reconnects: bool, timeout_s: float) -> None:
         request = request_bytes(port, "GET", "/health/live")
         connection: socket.socket | None = None
-        began_s, values, num_failures = list[float](), list[float](), 0
-        while not self._is_over.wait(_EVERY_S):
-            began = time.perf_counter()
+        began_s, values, num_failures, pause_s = list[float](), list[float](), 0, 0.0
+        while not self._is_over.wait(pause_s):
+            began, pause_s = time.perf_counter(), _EVERY_S
             try:
                 connection = connection or connect(port, timeout_s)
                 connection.sendall(request)
