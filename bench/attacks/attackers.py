@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import multiprocessing
@@ -182,26 +181,32 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
 
     Reports (seconds since the first, connections still open) once a second.
     """
-
-    async def feed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            ends = asyncio.ensure_future(reader.read())  # an answer, such as 408, and the stream's end
-            while not ends.done():
-                await asyncio.wait([ends], timeout=every_s)
-                writer.write(line)
-            await ends
-        writer.close()
-
-    async def feed_all() -> None:
-        began_s, feeding = time.perf_counter(), list[asyncio.Task[None]]()
-        for head in heads:
-            with suppress(OSError):  # refused
-                reader, writer = await asyncio.open_connection(HOST, port, local_addr=(OTHER_ADDRESS, 0))
-                writer.write(head)
-                feeding.append(asyncio.create_task(feed(reader, writer)))
-        report.send("begun")
-        while True:
-            report.send((time.perf_counter() - began_s, sum(not each.done() for each in feeding)))
-            await asyncio.sleep(1.0)
-
-    asyncio.run(feed_all())
+    connections: list[socket.socket] = []
+    began_s = time.perf_counter()
+    for head in heads:
+        try:
+            connection = socket.create_connection((HOST, port), 2.0, source_address=(OTHER_ADDRESS, 0))
+            connection.sendall(head)
+            connection.setblocking(False)
+            connections.append(connection)
+        except OSError:
+            continue  # refused
+    report.send("begun")
+    next_line_s = time.perf_counter() + every_s
+    while True:
+        sends = time.perf_counter() >= next_line_s
+        next_line_s += every_s if sends else 0.0
+        for connection in list(connections):
+            try:
+                if sends:
+                    connection.send(line)
+                if connection.recv(4096):
+                    continue  # an answer, such as 408; the end of the stream follows
+                raise ConnectionResetError
+            except BlockingIOError:
+                continue
+            except OSError:
+                connection.close()
+                connections.remove(connection)
+        report.send((time.perf_counter() - began_s, len(connections)))
+        time.sleep(1.0)
