@@ -16,13 +16,13 @@ _LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
 class Wire:
-    """A connection to the server at a URL, open while its context is."""
+    """A connection to the server at a URL, open while its context is. address: the client's own, if not any."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def __init__(self, url: str) -> None:
-        self._address = urlsplit(url)
+    def __init__(self, url: str, address: str | None = None) -> None:
+        self._address, self._own = urlsplit(url), (address, 0) if address else None
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -33,7 +33,8 @@ class Wire:
 
     async def open(self) -> None:
         """Connects, also again."""
-        self.reader, self.writer = await asyncio.open_connection(self._address.hostname, self._address.port)
+        host, port = self._address.hostname, self._address.port
+        self.reader, self.writer = await asyncio.open_connection(host, port, local_addr=self._own)
 
     async def leave(self, by_reset: bool = False) -> None:
         """Closes, or resets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.agents import SURE, Clock
-from tests.commands import KEY
+from tests.commands import KEY, OTHER_KEY
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.local_endpoint import (
     DRAFTS,
@@ -245,6 +246,31 @@ async def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyP
     assert [await upstream.facts() for _ in range(3)] == [FACTS] * 3
     await upstream.aclose()
     assert asked.count("/v1/model") <= 2
+
+
+async def test_chats_that_a_verifier_never_renders_take_their_clients_places_only(
+    cloud: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked no more than a client may have texts, and another client's text is written meanwhile."""
+    asked = list[bytes]()
+
+    async def never(client: VerifierClient, conversation: bytes) -> None:
+        asked.append(conversation)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(VerifierClient, "render", never)
+    settings = LocalSettings(KeyRing([KEY, OTHER_KEY]), max_own=2)
+    with serve_local(cloud.url, settings) as local:
+        async with httpx.AsyncClient(base_url=local.url, headers=bearer(KEY), timeout=30.0) as client:
+            chat = {"messages": MESSAGES, "max_tokens": 4}
+            chats = [asyncio.create_task(client.post("/v1/chat/completions", json=chat)) for _ in range(6)]
+            for refused in itertools.islice(asyncio.as_completed(chats), 4):
+                assert (await refused).status_code == 429
+            other = await client.post("/v1/completions", json=body(), headers=bearer(OTHER_KEY))
+            assert other.json()["choices"][0]["text"] == expected() and len(asked) == 2
+            for each in chats:
+                each.cancel()
+        local.wait_until(local.is_at_rest)
 
 
 def test_a_client_that_leaves_before_its_text_begins_frees_its_place(

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, answer_status, connect, read_answer, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, connect, read_answer
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -36,25 +36,17 @@ def attacking(attack: Callable[..., None], *arguments: Any) -> Iterator[Any]:
         ours.close()
 
 
-def received(reports: Any) -> list[Any]:
-    """What an attacker has reported since the last time."""
-    found = []
-    while reports.poll():
-        found.append(reports.recv())
-    return found
-
-
-def received_for(reports: Any, seconds: float) -> list[Any]:
-    """What an attacker reports in that time."""
+def received(reports: Any, seconds: float = 0.0) -> list[Any]:
+    """What an attacker has reported since the last time, and in the next `seconds`."""
     found, deadline_s = [], time.monotonic() + seconds
-    while (left_s := deadline_s - time.monotonic()) > 0.0 and reports.poll(left_s):
+    while reports.poll(max(0.0, deadline_s - time.monotonic())):
         found.append(reports.recv())
     return found
 
 
-def _run(report: Any, one: Callable[[int], None], count: int) -> None:
-    """Calls one(0), one(1), ... in a thread each, and waits for all."""
-    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(count)]
+def in_threads(report: Any, one: Callable[[], object], num_threads: int) -> None:
+    """Calls it in each of so many threads, and waits for all."""
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(num_threads)]
     report.send("begun")
     for thread in threads:
         thread.start()
@@ -65,30 +57,32 @@ def _run(report: Any, one: Callable[[int], None], count: int) -> None:
 def for_ever(report: Any, talk: Callable[[], object], num_threads: int) -> None:
     """Talks in each of so many threads, and again whenever that ends or the connection breaks."""
 
-    def one(_: int) -> None:
+    def one() -> None:
         while True:
             with suppress(OSError):
                 talk()
             time.sleep(0.05)
 
-    _run(report, one, num_threads)
+    in_threads(report, one, num_threads)
 
 
 def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: int, timeout_s: float) -> None:
-    """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status."""
-    lock = threading.Lock()
+    """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status, 0
+    where there was none.
+    """
+    lock, turn = threading.Lock(), count()
 
-    def one(offset: int) -> None:
-        index = offset
+    def one() -> None:
         while True:
-            status = answer_status(port, requests[index % len(requests)], timeout_s)
-            index += num_connections
+            status = 0
+            with suppress(OSError), socket.create_connection((HOST, port), timeout_s) as connection:
+                connection.sendall(requests[next(turn) % len(requests)])
+                status = read_answer(connection)
             with lock:
                 report.send(status)
-            if not status:
-                time.sleep(0.01)
+            time.sleep(0.0 if status else 0.01)
 
-    _run(report, one, num_connections)
+    in_threads(report, one, num_connections)
 
 
 def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key: str | None, timeout_s: float) -> None:
@@ -96,55 +90,42 @@ def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key
     then None. A status of 0: no answer, or none within `timeout_s`. Times are perf_counter's, one for all processes.
     """
     lock, turn = threading.Lock(), count()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     if any("{session_id}" in case.route for case in cases):
-        threading.Thread(target=_keep_session, args=(port, requests.names, key), daemon=True).start()
+        threading.Thread(target=_keep_session, args=(port, requests.names, headers), daemon=True).start()
 
-    def one(_: int) -> None:
-        connection: socket.socket | None = None
+    def one() -> None:
+        connection = http.client.HTTPConnection(HOST, port, timeout_s)
         while (index := next(turn)) < len(cases):
             method, path, media, body = requests.request(cases[index], index)
             began_s, status = time.perf_counter(), 0
             try:
-                connection = connection or connect(port, timeout_s)
-                connection.sendall(request_bytes(port, method, path, body, key, media))
-                status, is_open = _read_whole(connection, method, began_s + timeout_s)
+                connection.request(method, path, body, headers | {"Content-Type": media})
+                response = connection.getresponse()
+                while response.read1(1 << 20):
+                    if time.perf_counter() > began_s + timeout_s:
+                        raise TimeoutError
+                status = response.status
             except (OSError, http.client.HTTPException):
-                is_open = False
-            if connection is not None and not is_open:
                 connection.close()
-                connection = None
             with lock:
                 report.send((index, began_s, time.perf_counter(), status))
 
-    _run(report, one, 4)
+    in_threads(report, one, 4)
     report.send(None)
     time.sleep(3600)
 
 
-def _read_whole(connection: socket.socket, method: str, deadline_s: float) -> tuple[int, bool]:
-    """The status of an answer of any form, read to its end, and whether the connection stays open."""
-    with http.client.HTTPResponse(connection, method=method) as response:
-        response.begin()
-        while response.read1(1 << 20):
-            if time.perf_counter() > deadline_s:
-                raise TimeoutError
-        return response.status, not response.will_close
-
-
-def _keep_session(port: int, names: dict[str, str], key: str | None) -> None:
+def _keep_session(port: int, names: dict[str, str], headers: dict[str, str]) -> None:
     """Keeps a session open, whose name is then `names["session_id"]`: another one when it ends."""
-    body = json.dumps({"prompt": [5], "max_tokens": 1 << 20, "ignore_eos": True, "patience_ms": 1000.0}).encode()
+    body = json.dumps({"prompt": [5], "max_tokens": 1 << 20, "ignore_eos": True, "patience_ms": 1000.0})
     while True:
-        with suppress(OSError), socket.create_connection((HOST, port), 60.0) as connection:
-            connection.sendall(request_bytes(port, "POST", "/v1/sessions", body, key))
-            unread = b""
-            while data := connection.recv(65536):
-                unread += data
-                if (found := unread.find(b'"session":"')) >= 0 and (end := unread.find(b'"', found + 11)) >= 0:
-                    names["session_id"], unread = unread[found + 11 : end].decode(), b""
-                if b'"type":"end"' in unread:
-                    break
-                unread = unread[-4096:]
+        with suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection(HOST, port, 60.0)
+            connection.request("POST", "/v1/sessions", body, headers | {"Content-Type": "application/json"})
+            for line in connection.getresponse():
+                if b'"session":' in line:
+                    names["session_id"] = json.loads(line.removeprefix(b"data: "))["session"]
         time.sleep(0.05)
 
 
@@ -187,7 +168,7 @@ def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` on each connection, reads the answer as fast as it comes, and asks again."""
 
     def talk() -> None:
-        with socket.create_connection((HOST, port)) as connection:
+        with connect(port) as connection:
             while True:
                 connection.sendall(request)
                 read_answer(connection)
@@ -229,9 +210,3 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
                 connections.remove(connection)
         report.send((time.perf_counter() - began_s, len(connections)))
         time.sleep(1.0)
-
-
-def draft_bytes(port: int, session: str, key: str | None = None) -> bytes:
-    """The largest draft message: 8 paths of 64 tokens."""
-    body = json.dumps({"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]})
-    return request_bytes(port, "POST", f"/v1/sessions/{session}/drafts", body.encode(), key)

@@ -7,14 +7,17 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from bench.attacks.attackers import attacking, received, received_for, repeat
-from bench.attacks.local import ATTACKER, CHAT, GENERATE, MIN_RATE, VERIFY, endpoint_and_idle, honest_texts
-from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
-from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Row, Subject, wait_for
+from bench.attacks.attackers import attacking, received, repeat
+from bench.attacks.exchange import NotMeasured, wait_for
+from bench.attacks.local import ATTACKER, CHAT, GENERATE, VERIFY, endpoint_and_idle, honest_texts
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, Beside, beside
+from bench.attacks.subject import COMPLETIONS, VLLM, Row, Server, Subject
 from bench.changed_bundle import change_bundle
 from tests.hostile_bodies import HOSTILE_BODIES
 
@@ -27,14 +30,14 @@ IN_FLIGHT: Final = 4
 _NUM_DOCUMENTS: Final = 256
 _TEXT: Final = (1 << 17) - 512
 """Bytes of the documents of a request: what the endpoint takes."""
-_NUM_TEXTS: Final = 2
+MIN_RATE: Final = 0.8
+"""Of another client's tokens/s, without the attack."""
 _DOCUMENTS: Final = '{"prompt":"what is abcde?","max_tokens":1,"documents":['
 _KEYS: Final = ",".join(f'"k{i}":0' for i in range(SIZE // 11))
 
 Bodies = Mapping[str, tuple[str, bytes]]
 """Name -> (path, body)."""
-Measured = Mapping[str, Mapping[str, float]]
-"""`Beside.in_ms` while a kind of bodies was in flight, by its name."""
+_T = TypeVar("_T")
 
 
 def filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:
@@ -172,8 +175,7 @@ def wrong_elements(subject: Subject) -> Iterator[Row]:
     # A small KV cache, which is in use to its last block before the attack: pages that a text touches for the first
     # time are no attack's.
     small = () if subject.engine == VLLM else ("--kv-cache-mb", "32")
-    raw: dict[str, dict[str, float]] = {}
-    statuses: list[int] = []
+    found = Found()
     with tempfile.TemporaryDirectory() as place:
         target = Path(place, "target")
         change_bundle(subject.bundles[0], target, template=TEMPLATE)  # so that chats get as far as their grammars
@@ -183,34 +185,20 @@ def wrong_elements(subject: Subject) -> Iterator[Row]:
                 ("/v1/sessions", b"{}"),
                 (COMPLETIONS, b'{"prompt":"a","max_tokens":64,"temperature":1}'),
             ):
-                request = server.request("POST", path, body)
-                with attacking(repeat, server.port, [request], 4, 20.0) as reports:
+                with attacking(repeat, server.port, [server.request("POST", path, body)], 4, 20.0) as reports:
                     for _ in range(160):  # memory that any use takes is not the attack's
                         reports.recv()
             before_mb = server.memory_mb()
             for name, (path, body) in hostile_bodies().items():
-                requests = [server.request("POST", path, body)]
                 server.wait_until_awake()
-                with (
-                    beside(server, idle) as seen,
-                    attacking(repeat, server.port, requests, IN_FLIGHT, 30.0) as reports,
-                ):
-                    found = received_for(reports, 3.0)
-                statuses += found
-                raw[name] = {**seen.in_ms, "answers": len(found)}
-    is_quick = all(
-        one["p99_ms"] < MAX_HEALTH_S * 1e3 and one["max_ms"] < MAX_HEALTH_S * 1e3 + one["idle_max_ms"]
-        for one in raw.values()
-    )
+                found.flood(name, server, idle, server.request("POST", path, body), lambda: time.sleep(3.0))
     # 0: the server closed while the body was being sent, which refuses it. One that died would not answer for health.
-    failures = {status for status in statuses if status and not 200 <= status < 500}
-    what = f"four bodies of 1 MiB of wrong elements in flight, {len(raw)} kinds: GET /health/live"
+    failures = {status for status in found.statuses if status and not 200 <= status < 500}
     limit = "p99 under 50 ms; max under 50 ms more than the idle server's; no 5xx"
-    yield _health_row("6", what, raw, statuses, failures, limit, is_quick)
-    grammars = set(hostile_grammars())
-    without = {name: one for name, one in raw.items() if name not in grammars}
-    yield _memory_row("6", "the same: memory, without grammars", without, before_mb)
-    yield _memory_row("6", "the same: memory, with costly grammars too", raw, before_mb)
+    what = "four bodies of 1 MiB of wrong elements in flight"
+    yield found.health_row("6", what, limit, failures, all(one.is_prompt for one in found.seen.values()))
+    yield found.memory_row("6", "memory, without grammars", before_mb, hostile_grammars())
+    yield found.memory_row("6", "memory, with costly grammars too", before_mb)
 
 
 def local_bodies(subject: Subject) -> Iterator[Row]:
@@ -224,70 +212,73 @@ def local_documents(subject: Subject) -> Iterator[Row]:
 
 
 def _beside_texts(subject: Subject, what: str, bodies: Bodies) -> Iterator[Row]:
-    raw: dict[str, dict[str, float]] = {}
-    statuses: list[int] = []
-    with endpoint_and_idle(subject) as (endpoint, idle), honest_texts(endpoint, _NUM_TEXTS) as texts:
+    found, rates = Found(), dict[str, tuple[float, float]]()
+    with endpoint_and_idle(subject) as (endpoint, idle), honest_texts(endpoint) as texts:
         if endpoint.ask("POST", COMPLETIONS, _documents("abcde fghij\n" * 2000), key=ATTACKER).status != 200:
             raise NotMeasured("the endpoint takes no documents: pip install bm25s")
         before_mb = endpoint.memory_mb()  # with what finding passages takes at its first use
         for name, (path, body) in bodies.items():
-            requests = [endpoint.request("POST", path, body, ATTACKER)]
-            alone = texts.tokens_per_s(2.0)
-            with beside(endpoint, idle) as seen, attacking(repeat, endpoint.port, requests, IN_FLIGHT, 60.0) as reports:
-                during = texts.tokens_per_s(4.0)
-                found = received(reports)
-            statuses += found
-            raw[name] = {**seen.in_ms, "answers": len(found), "alone": alone, "during": during}
+            alone, request = texts.tokens_per_s(2.0), endpoint.request("POST", path, body, ATTACKER)
+            rates[name] = alone, found.flood(name, endpoint, idle, request, lambda: texts.tokens_per_s(4.0))
             # Only the other key's texts run then: an abandoned request may still be in work.
-            wait_for("the attack's requests did not end", lambda: endpoint.num_running() <= _NUM_TEXTS, 120.0, 0.1)
+            wait_for("the attack's requests did not end", lambda: endpoint.num_running() <= 2, 120.0, 0.1)
     is_quick = all(
-        one["p99_ms"] < MAX_HEALTH_S * 1e3 + one["idle_p99_ms"]
-        and one["max_ms"] < 2e3 * MAX_HEALTH_S + one["idle_max_ms"]
-        and not one["failures"]
-        for one in raw.values()
+        one.is_steady and one.health.worst < 2 * MAX_HEALTH_S + one.idle.worst for one in found.seen.values()
     )
-    failures = {status for status in statuses if status >= 500 and status != 503}
-    what = f"`outrider serve`: four {what} in flight, {len(raw)} kinds: GET /health/live"
+    failures = {status for status in found.statuses if status >= 500 and status != 503}
     limit = "p99 under 50 ms and max under 100 ms more than the idle endpoint's; no 5xx but 503"
-    yield _health_row("24", what, raw, statuses, failures, limit, is_quick)
-    yield _memory_row("24", "the same: memory", raw, before_mb)
-    least = min(raw, key=lambda name: raw[name]["during"] / max(1e-9, raw[name]["alone"]))
-    share = raw[least]["during"] / max(1e-9, raw[least]["alone"])
+    yield found.health_row("24", f"`outrider serve`: four {what} in flight", limit, failures, is_quick)
+    yield found.memory_row("24", "memory", before_mb)
+    share, least = min((during / max(1e-9, alone), name) for name, (alone, during) in rates.items())
+    alone, during = rates[least]
     yield Row(
         "24",
         "the same: tokens/s of another key's two texts",
-        f"{raw[least]['during']:.0f}; without {raw[least]['alone']:.0f} ({share:.2f}x), least with: {least}",
+        f"{during:.0f}; without {alone:.0f} ({share:.2f}x), least with: {least}",
         f"at least {MIN_RATE:g}x",
         share >= MIN_RATE,
+        {"tokens_per_s": rates},
     )
 
 
-def _health_row(
-    number: str, what: str, raw: Measured, statuses: list[int], failures: set[int], limit: str, is_quick: bool
-) -> Row:
-    slowest = max(raw, key=lambda name: raw[name]["max_ms"] - raw[name]["idle_max_ms"])
-    worst = raw[slowest]
-    document: dict[str, Any] = {"bodies": raw, "statuses": sorted(set(statuses))}
-    return Row(
-        number,
-        what,
-        f"worst: {slowest}: p99 {worst['p99_ms']:.0f} ms, max {worst['max_ms']:.0f} ms; idle beside it: "
-        f"p99 {worst['idle_p99_ms']:.0f} ms, max {worst['idle_max_ms']:.0f} ms"
-        + (f"; statuses {sorted(failures)}" if failures else ""),
-        limit,
-        is_quick and not failures,
-        document,
-    )
+@dataclass(slots=True)
+class Found:
+    """What others noticed of each kind of bodies, and every answer's status."""
 
+    seen: dict[str, Beside] = field(default_factory=dict)
+    statuses: set[int] = field(default_factory=set)
 
-def _memory_row(number: str, what: str, raw: Measured, before_mb: float) -> Row:
-    largest = max(raw, key=lambda name: raw[name]["peak_mb"])
-    growth = raw[largest]["peak_mb"] - before_mb
-    return Row(
-        number,
-        what,
-        f"+{growth:.0f} MB, most with: {largest}",
-        f"+{MAX_GROWTH_MB:.0f} MB",
-        growth <= MAX_GROWTH_MB,
-        {"before_mb": before_mb, "growth_mb": growth},
-    )
+    def flood(self, name: str, server: Server, idle: Server, request: bytes, measure: Callable[[], _T]) -> _T:
+        """Keeps four in flight while `measure` runs; returns what that does."""
+        with beside(server, idle) as seen, attacking(repeat, server.port, [request], IN_FLIGHT, 60.0) as reports:
+            measured = measure()
+            self.statuses |= set(received(reports))
+        self.seen[name] = seen
+        return measured
+
+    def health_row(self, number: str, what: str, limit: str, failures: set[int], is_quick: bool) -> Row:
+        """failures: statuses that no answer should have."""
+        slowest = max(self.seen, key=lambda name: self.seen[name].health.worst - self.seen[name].idle.worst)
+        one = self.seen[slowest]
+        return Row(
+            number,
+            f"{what}, {len(self.seen)} kinds: GET /health/live",
+            f"worst: {slowest}: {one.health}; idle beside it: {one.idle}"
+            + (f"; statuses {sorted(failures)}" if failures else ""),
+            limit,
+            is_quick and not failures,
+            {"bodies": {name: str(each) for name, each in self.seen.items()}, "statuses": sorted(self.statuses)},
+        )
+
+    def memory_row(self, number: str, what: str, before_mb: float, without: Iterable[str] = ()) -> Row:
+        """without: kinds that do not count."""
+        counted = {name: one.memory.peak_mb - before_mb for name, one in self.seen.items() if name not in {*without}}
+        largest = max(counted, key=counted.__getitem__)
+        return Row(
+            number,
+            f"the same: {what}",
+            f"+{counted[largest]:.0f} MB, most with: {largest}",
+            f"+{MAX_GROWTH_MB:.0f} MB",
+            counted[largest] <= MAX_GROWTH_MB,
+            {"before_mb": before_mb, "growth_mb": counted},
+        )

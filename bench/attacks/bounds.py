@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 Field = tuple[str, ...]
@@ -38,13 +37,8 @@ class Case:
     media: str = _JSON
     values: tuple[tuple[Field, int], ...] = ()
 
-    @property
-    def fields(self) -> str:
-        """Their names, for people."""
-        return " + ".join(".".join(field) or self.media for field, _ in self.values) or "-"
-
     def __str__(self) -> str:
-        return f"{self.route} {self.fields}"
+        return f"{self.route} {' + '.join('.'.join(field) or self.media for field, _ in self.values) or '-'}"
 
 
 class Requests:
@@ -66,7 +60,6 @@ class Requests:
         self.names = dict(names)
         self._room, self._context, self._vocab_size, self._max_tokens = room, context, vocab_size, max_tokens
         self._components = document.get("components", {}).get("schemas", {})
-        self._document = document
         self._known: dict[tuple[str, str], dict[Field, list[Any]]] = {}
         # route -> media type -> the body's schema; without bodies: none.
         self._bodies: dict[str, dict[str, Any]] = {
@@ -83,10 +76,9 @@ class Requests:
         """Every route, as a Case has it."""
         return list(self._bodies)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Without the values, which are large: another process makes its own."""
-        sizes = {"room": self._room, "context": self._context, "vocab_size": self._vocab_size}
-        return partial(Requests, self._document, **sizes, max_tokens=self._max_tokens, names=self.names), ()
+        return self.__dict__ | {"_known": {}}
 
     def fields(self, route: str, media: str = _JSON) -> dict[Field, list[Any]]:
         """The fields of a route's requests of this type, each with its values at bounds: the largest first."""
@@ -174,19 +166,11 @@ class Requests:
     def _walk(self, at: Field, schema: Any) -> dict[Field, list[dict[str, Any]]]:
         """Field -> kinds of values, of all that lie within `schema`."""
         found: dict[Field, list[dict[str, Any]]] = {}
-
-        def add(field: Field, inner: Any) -> None:
-            found.setdefault(field, []).extend(self._branches(inner))
-            for deeper, branches in self._walk(field, inner).items():
-                found.setdefault(deeper, []).extend(branches)
-
         for branch in self._branches(schema):
-            for name, inner in branch.get("properties", {}).items():
-                add((*at, name), inner)
-            if "items" in branch:
-                add((*at, "[]"), branch["items"])
-            if isinstance(inner := branch.get("additionalProperties"), dict) and inner:
-                add((*at, "{}"), inner)
+            for name, inner in _within(branch).items():
+                field = (*at, name)
+                for deeper, branches in ((field, self._branches(inner)), *self._walk(field, inner).items()):
+                    found.setdefault(deeper, []).extend(branches)
         return found
 
     def _extremes(self, schema: dict[str, Any]) -> list[Any]:
@@ -273,14 +257,11 @@ class Requests:
         plain = self._plain(schema)
         properties = plain.get("properties", {})
         needed = list(plain.get("required", ()))
+        # Of alternatives the one that has what is chosen, or the first.
         alternatives = [each["required"] for each in plain.get("oneOf", ()) if "required" in each]
-        if alternatives:
-            needed += next((each for each in alternatives if chosen & set(each)), alternatives[0])
+        needed += min(alternatives, key=lambda each: chosen.isdisjoint(each), default=[])
         needed += [name for name, inner in properties.items() if "examples" in self._plain(inner)]
         body = {name: self._least(properties[name]) for name in dict.fromkeys(needed)}
-        if alternatives:
-            kept = set(needed)
-            body = {name: value for name, value in body.items() if name in kept}
         if "max_tokens" in properties and not chosen & {"max_completion_tokens"}:
             body["max_tokens"] = self._max_tokens
         return body
@@ -290,23 +271,19 @@ class Requests:
         if not field:
             return value
         name, rest = field[0], field[1:]
-        for branch in self._branches(schema):
-            if name == "[]" and "items" in branch and self._leads(branch["items"], rest):
-                items = current if isinstance(current, list) and current else [self._least(branch["items"])]
-                items = items[: max(1, self._room // (len(json.dumps(value)) + 2))]
-                return [self._put(branch["items"], item, rest, value) for item in items]
-            inner = branch.get("additionalProperties")
-            if name == "{}" and isinstance(inner, dict) and self._leads(inner, rest):
-                entries = current if isinstance(current, dict) and current else {"5": None}
-                return {key: self._put(inner, each, rest, value) for key, each in entries.items()}
-            if name in branch.get("properties", {}) and self._leads(branch["properties"][name], rest):
-                whole = dict(current) if isinstance(current, dict) else self._base(branch, {name})
-                whole[name] = self._put(branch["properties"][name], whole.get(name), rest, value)
-                return whole
-        raise KeyError(field)
-
-    def _leads(self, schema: Any, field: Field) -> bool:
-        return not field or field in self._walk((), schema)
+        kinds = ((branch, _within(branch).get(name)) for branch in self._branches(schema))
+        branch, inner = next(
+            kind for kind in kinds if kind[1] is not None and (not rest or rest in self._walk((), kind[1]))
+        )
+        if name == "[]":
+            items = current if isinstance(current, list) and current else [self._least(inner)]
+            items = items[: max(1, self._room // (len(json.dumps(value)) + 2))]
+            return [self._put(inner, item, rest, value) for item in items]
+        if name == "{}":
+            entries = current if isinstance(current, dict) and current else {"5": None}
+            return {key: self._put(inner, each, rest, value) for key, each in entries.items()}
+        whole = current if isinstance(current, dict) else self._base(branch, {name})
+        return {**whole, name: self._put(inner, whole.get(name), rest, value)}
 
     def _in_room(self, body: Any, fields: list[Field]) -> Any:
         """The body with shorter lists and texts, where two fields together have more than the room."""
@@ -319,6 +296,16 @@ class Requests:
                 elif isinstance(value, dict):
                     body[field[0]] = dict(itertools.islice(value.items(), max(1, int(len(value) * share * 0.9))))
         return body
+
+
+def _within(branch: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> schema of what lies directly within a value of one type."""
+    inner = dict(branch.get("properties", {}))
+    if "items" in branch:
+        inner["[]"] = branch["items"]
+    if isinstance(extra := branch.get("additionalProperties"), dict) and extra:
+        inner["{}"] = extra
+    return inner
 
 
 def _extreme_numbers(schema: dict[str, Any], kind: str) -> list[Any]:

@@ -1,23 +1,40 @@
-"""Attacks on the HTTP layer of a server and of the local endpoint: trickled headers, pipelined requests,
-answers and streams left unread. That huge headers are refused is said by tests.
+"""Attacks on a server and on the local endpoint by connections: trickled and pipelined requests, answers left unread,
+floods of requests that cost little each, large answers and downloads. That each is bounded or refused is said by tests.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import resource
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, hold, pipeline, trickle
-from bench.attacks.local import ATTACKER, GENERATE, WELL, endpoint_and_idle, text_body
-from bench.attacks.probes import beside, health_of
-from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject
+from bench.attacks.attackers import attacking, fetch, hold, pipeline, trickle
+from bench.attacks.exchange import NotMeasured
+from bench.attacks.local import GENERATE, WELL, endpoint_and_idle, text_body
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside, health_of
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, prompt_of, seconds
+from bench.changed_bundle import change_bundle
 
+ATTACKER, OTHER = KEYS
+POOR: Final = "key-of-few-tokens-a-minute-0003"
+MAX_FIRST: Final = 2.0
 NUM_TRICKLES: Final = 1500
-TRICKLE_LIMIT_S: Final = 30.0
 NUM_BODIES: Final = 100
+TRICKLE_LIMIT_S: Final = 30.0
+PAD_BYTES: Final = 64 << 20
+TOKENIZER_BYTES: Final = 32 << 20
+NUM_CONNECTIONS: Final = 64
+ATTACK_S: Final = 10.0
+_CAP_S: Final = 10.0
+_LARGE_S: Final = 300.0
+Requests = dict[str, tuple[int, list[bytes]]]
+"""Name -> connections for each request, and the requests."""
 
 
 def trickled_requests(subject: Subject) -> Iterator[Row]:
@@ -27,67 +44,28 @@ def trickled_requests(subject: Subject) -> Iterator[Row]:
         yield from _trickles("8", server)
 
 
-def pipelined_requests(subject: Subject) -> Iterator[Row]:
-    """Pipelines POSTs on one connection for ten seconds, without a key and without reading the answers."""
-    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
-        request = server.request("POST", "/v1/sessions", b"{}")
-        yield _pipelines("9", server, idle, "pipelined POSTs on one connection, no key", request, 1)
-
-
-def unread_answers(subject: Subject) -> Iterator[Row]:
-    """Asks on 64 connections for the largest answer that needs no key, again and again, and reads nothing."""
-    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
-        request = server.request("GET", "/openapi.json")
-        yield _pipelines("9", server, idle, "64 connections that never read their answers", request, 64)
-
-
-def local_connections(subject: Subject) -> Iterator[Row]:
-    """Trickles headers and bodies, pipelines answers that need no key, and leaves streams unread."""
-    _require_open_files(NUM_TRICKLES + 500)
-    with endpoint_and_idle(subject) as (endpoint, idle):
-        yield from _trickles("26", endpoint)
-        script = endpoint.request("GET", "/page/page.js")
-        for what, count in (
-            ("pipelined GETs of the page's script on one connection, no key", 1),
-            ("64 connections that never read the page's script, no key", 64),
-        ):
-            endpoint.wait_until_awake()
-            yield _pipelines("26", endpoint, idle, what, script, count)
-        endpoint.wait_until_awake()
-        body = json.dumps(text_body(1, 1500)).encode()
-        request = endpoint.request("POST", GENERATE, body, ATTACKER)
-        with beside(endpoint, idle) as seen, attacking(hold, endpoint.port, request, 64):
-            time.sleep(10.0)
-    yield Row("26", "64 unread streams of the page", str(seen), WELL, seen.is_well, seen.raw)
-
-
 def _trickles(number: str, server: Server) -> Iterator[Row]:
-    """Trickled headers and bodies at a server with KEYS."""
     header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    body = server.request("POST", COMPLETIONS, b" " * 1000, KEYS[0])[:-1000]
+    body = server.request("POST", COMPLETIONS, b" " * 1000, ATTACKER)[:-1000]
     with (
         attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
         health_of(server, reconnects=True, timeout_s=5.0) as health,
         attacking(trickle, server.port, [header] * NUM_TRICKLES, b"X-A: a\r\n", 2.0) as headers,
     ):
-        open_headers = _open_after(headers)
-        open_bodies = _open_after(bodies)
+        (headers_s, headers_left), (bodies_s, bodies_left) = _until_closed(headers), _until_closed(bodies)
     yield Row(
         number,
         f"{NUM_TRICKLES} connections that trickle headers, no key",
-        f"{_closed(open_headers)}; /health/live on new connections: {health}",
+        f"{headers_left} open after {headers_s:.0f} s; /health/live on new connections: {health}",
         "all closed or refused within 30 s (and 3 s); health always answers, p99 under 250 ms",
-        not open_headers[-1][1] and not health.num_failures and health.high < 0.25,
-        {"open_after": open_headers, "health_s": health.values, "failures": health.num_failures},
+        not headers_left and not health.num_failures and health.high < 0.25,
+        {"health_s": health.values, "failures": health.num_failures},
     )
-    yield Row(
-        number,
+    what, limit = (
         f"{NUM_BODIES} connections with a key that trickle bodies",
-        _closed(open_bodies),
         "all closed or refused within 30 s (and 3 s)",
-        not open_bodies[-1][1],
-        {"open_after": open_bodies},
     )
+    yield Row(number, what, f"{bodies_left} open after {bodies_s:.0f} s", limit, not bodies_left)
 
 
 def _require_open_files(count: int) -> None:
@@ -99,22 +77,173 @@ def _require_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
-def _open_after(reports: Any) -> list[tuple[float, int]]:
-    """(seconds, connections still open), until none is or the limit has passed."""
-    found: list[tuple[float, int]] = []
-    while not found or (found[-1][0] < TRICKLE_LIMIT_S + 3.0 and found[-1][1]):
-        found.append(reports.recv())
-    return found
+def _until_closed(reports: Any) -> tuple[float, int]:
+    """Seconds, and connections still open: once none is or the limit has passed."""
+    while True:
+        took_s, num_open = reports.recv()
+        if not num_open or took_s > TRICKLE_LIMIT_S + 3.0:
+            return took_s, num_open
 
 
-def _closed(open_after: list[tuple[float, int]]) -> str:
-    at_s, count = open_after[-1]
-    return f"{count} open after {at_s:.0f} s" if count else f"all closed after {at_s:.0f} s"
+def unread_answers(subject: Subject) -> Iterator[Row]:
+    """Pipelines POSTs on one connection, then asks on 64 for the largest answer without a key; reads nothing."""
+    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
+        requests: Requests = {
+            "pipelined POSTs on one connection, no key": (1, [server.request("POST", "/v1/sessions", b"{}")]),
+            "64 connections that never read their answers": (64, [server.request("GET", "/openapi.json")]),
+        }
+        yield from _pipelines("9", server, idle, requests)
 
 
-def _pipelines(number: str, server: Server, idle: Server, what: str, request: bytes, connections: int) -> Row:
-    """Pipelines a request on connections for ten seconds, without reading the answers."""
-    with beside(server, idle) as seen, attacking(pipeline, server.port, request * 500, connections, False):
-        time.sleep(10.0)
-    limit = "+64 MB; p99 under 50 ms more than the idle server's"
-    return Row(number, what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady, seen.raw)
+def local_connections(subject: Subject) -> Iterator[Row]:
+    """Trickles headers and bodies, pipelines answers that need no key, and leaves streams unread."""
+    _require_open_files(NUM_TRICKLES + 500)
+    with endpoint_and_idle(subject) as (endpoint, idle):
+        yield from _trickles("26", endpoint)
+        script = [endpoint.request("GET", "/page/page.js")]
+        requests: Requests = {
+            "pipelined GETs of the page's script on one connection, no key": (1, script),
+            "64 connections that never read the page's script, no key": (64, script),
+        }
+        yield from _pipelines("26", endpoint, idle, requests)
+        endpoint.wait_until_awake()
+        request = endpoint.request("POST", GENERATE, text_body(1, 1500), ATTACKER)
+        with beside(endpoint, idle) as seen, attacking(hold, endpoint.port, request, 64):
+            time.sleep(ATTACK_S)
+    yield Row("26", "64 unread streams of the page", str(seen), WELL, seen.is_well, seen.raw)
+
+
+def _pipelines(number: str, server: Server, idle: Server, requests: Requests) -> Iterator[Row]:
+    """Pipelines each for ten seconds, without reading the answers."""
+    for what, (num_connections, (request,)) in requests.items():
+        server.wait_until_awake()
+        with beside(server, idle) as seen, attacking(pipeline, server.port, request * 500, num_connections, False):
+            time.sleep(ATTACK_S)
+        limit = "+64 MB; p99 under 50 ms more than the idle server's"
+        yield Row(number, what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady, seen.raw)
+
+
+def floods(subject: Subject) -> Iterator[Row]:
+    """Floods the server with requests that need no key or do no work; another key asks for single tokens."""
+    poor = f"sha256:{hashlib.sha256(POOR.encode()).hexdigest()} name=poor tokens-per-minute=1"
+    with subject.serve(keys=[*KEYS, poor]) as server:
+        openapi, live = ([server.request("GET", path)] for path in ("/openapi.json", "/health/live"))
+        metrics = [server.request("GET", "/metrics", key=ATTACKER)]
+        keyed, keyless = [server.request("POST", COMPLETIONS, {}, ATTACKER)], [server.request("GET", "/v1/models")]
+        spent = [server.request("POST", COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 32}, POOR)]
+        cases: Requests = {
+            "GET /openapi.json, no key, 32": (32, openapi),
+            "GET /openapi.json, no key, 200": (200, openapi),
+            "GET /metrics, a plain key, 4": (4, metrics),
+            "GET /metrics, a plain key, 100": (100, metrics),
+            "refusals (400), a plain key, 32": (32, keyed),
+            "refusals (401), no key, 32": (32, keyless),
+            "refusals (429), a key whose tokens are spent, 32": (32, spent),
+            "GET /health/live, no key, 32": (32, live),
+            "refusals (400, 401) and /health/live together, 32": (32, [*keyed, *keyless, *live]),
+        }
+        yield from _first_beside(server, cases, lambda number: {"prompt": prompt_of(number)})
+
+
+def local_floods(subject: Subject) -> Iterator[Row]:
+    """The same at the local endpoint."""
+    with endpoint_and_idle(subject) as (endpoint, _):
+        cases: Requests = {
+            "outrider serve: the page, no key, 32": (32, [endpoint.request("GET", "/")]),
+            "outrider serve: refusals (400), a key, 32": (32, [endpoint.request("POST", COMPLETIONS, {}, ATTACKER)]),
+            "outrider serve: GET /health/live, no key, 32": (32, [endpoint.request("GET", "/health/live")]),
+        }
+        yield from _first_beside(endpoint, cases, text_body, path=GENERATE)
+
+
+def _first_beside(
+    server: Server, cases: Requests, newcomer: Callable[[int], dict[str, Any]], **options: str
+) -> Iterator[Row]:
+    numbers = count()
+
+    def firsts() -> list[float | None]:
+        found, ends_s = list[float | None](), time.monotonic() + 10.0
+        while len(found) < 40 and time.monotonic() < ends_s:
+            found.append(server.first_token_s(newcomer(next(numbers)), _CAP_S, key=OTHER, **options))
+        return found
+
+    firsts()
+    for what, (num_connections, requests) in cases.items():
+        idle_s = firsts()
+        with ExitStack() as stack:
+            for request in requests:
+                stack.enter_context(attacking(fetch, server.port, request, num_connections))
+            time.sleep(1.0)
+            flooded_s = firsts()
+        idle, flooded = middle(idle_s, _CAP_S), middle(flooded_s, _CAP_S)
+        yield Row(
+            "43",
+            f"{what} connections that stay open: another key's first token",
+            f"{flooded * 1e3:.1f} ms; without {idle * 1e3:.1f} ms ({flooded / idle:.1f}x)",
+            f"at most {MAX_FIRST:g}x",
+            flooded <= MAX_FIRST * idle,
+            {"first_token_s": {"idle": idle_s, "flooded": flooded_s}},
+        )
+        server.wait_until_awake()
+
+
+def large_answers(subject: Subject) -> Iterator[Row]:
+    """Asks for whole answers of 64 and 128 texts of 300 tokens with the 20 likeliest of each."""
+    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
+        plain = {"prompt": prompt_of(1), "max_tokens": 300, "ignore_eos": True, "temperature": 1.0}
+        # What the runtime takes for as many texts is not the answer's.
+        server.ask("POST", COMPLETIONS, plain | {"n": 128}, key=ATTACKER, timeout_s=_LARGE_S)
+        for num_choices in (64, 128):
+            body = plain | {"logprobs": 20, "n": num_choices}
+            with beside(server, idle) as seen:
+                answer = server.ask("POST", COMPLETIONS, body, key=ATTACKER, timeout_s=_LARGE_S)
+            num_tokens = sum(len(each["logprobs"]["tokens"]) for each in answer.json.get("choices", ()))
+            is_whole = answer.status == 200 and num_tokens == 300 * num_choices
+            is_quick = seen.is_steady and seen.health.worst < MAX_HEALTH_S + seen.idle.worst
+            yield Row(
+                "44",
+                f"a whole answer of {num_choices} texts of 300 tokens with 20 logprobs each: /health/live, memory",
+                f"status {answer.status}, {num_tokens} tokens, {len(answer.body) / 1e6:.0f} MB in {answer.took_s:.0f} "
+                f"s; {seen}",
+                f"complete; p99 and max under 50 ms more than the idle server's; +{MAX_GROWTH_MB:g} MB",
+                is_whole and is_quick and seen.is_small,
+                seen.raw,
+            )
+
+
+def downloads(subject: Subject) -> Iterator[Row]:
+    """One key downloads on 64 connections; another key downloads once. The server offers the reference draft, 64 MiB
+    larger, and shares a tokenizer of 32 MiB.
+    """
+    target, draft = subject.bundles
+    pad = "/v1/drafts/draft/pad.txt"
+    # JSON may end with spaces: it stays the same tokenizer.
+    tokenizer = (target / "tokenizer.json").read_bytes().ljust(TOKENIZER_BYTES)
+    with tempfile.TemporaryDirectory() as place:
+        change_bundle(draft, Path(place, "drafts", "draft"), files={"pad.txt": bytes(PAD_BYTES)})
+        padded = change_bundle(target, Path(place, "target"), files={"tokenizer.json": tokenizer}).path
+        for what, path, attack in (
+            ("downloads that are never read", pad, hold),
+            ("downloads of a tokenizer that are never read", "/v1/tokenizer/tokenizer.json", hold),
+            ("greedy downloads", pad, fetch),
+        ):
+            with (
+                subject.serve("--drafts", str(Path(place, "drafts")), keys=KEYS, bundle=padded) as server,
+                subject.serve(keys=KEYS) as idle,
+            ):
+                if server.ask("GET", path, key=ATTACKER).status != 200:
+                    raise NotMeasured(f"the server has no {path}")
+                request = server.request("GET", path, key=ATTACKER)
+                with beside(server, idle) as seen, attacking(attack, server.port, request, NUM_CONNECTIONS):
+                    time.sleep(ATTACK_S / 2)
+                    other = server.ask("GET", pad, key=OTHER, timeout_s=ATTACK_S)
+                    time.sleep(ATTACK_S / 2)
+            is_whole = other.status == 200 and len(other.body) == PAD_BYTES
+            yield Row(
+                "21",
+                f"{NUM_CONNECTIONS} {what}, of one key: another key's 64 MiB, /health/live, memory",
+                f"{seconds(other.took_s) if is_whole else f'HTTP {other.status}'}; {seen}",
+                f"whole within {ATTACK_S:g} s; p99 under 50 ms more than the idle server's; +64 MB",
+                is_whole and seen.is_small and seen.is_steady,
+                {"took_s": other.took_s, "status": other.status, **seen.raw},
+            )

@@ -1,160 +1,205 @@
-"""Attacks by drafts: devices whose drafts come late, and as many drafts as a server takes."""
+"""Attacks by drafts: as many as a server takes, trees without parents, as large as they may be and malformed, and long
+requests that are sent too fast. That wrong and late drafts cost others nothing is said by tests.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import random
+import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Final
 
-from bench.attacks.attackers import attacking, draft_bytes, pipeline
-from bench.attacks.exchange import HOST
+import psutil
+from bench.attacks.attackers import attacking, for_ever, pipeline
+from bench.attacks.exchange import HOST, NotMeasured, connect, next_bytes, request_bytes
+from bench.attacks.probes import MAX_GROWTH_MB, Beside, beside, memory_of
 from bench.attacks.subject import Row, Server, Subject, prompt_of, rates_of, slowed
-from bench.bare_http import Wire
+from tests.hostile_bodies import BROKEN_TREES
 
-from outrider.models.errors import CloudError
-from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
+from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
+from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TREE_MEDIA_TYPE, TreeDraft
 
-
-def late_drafts(subject: Subject) -> Iterator[Row]:
-    """Serves 40 devices on 32 places, with drafts 200 ms late: waiting as the server likes, as devices in turns ask
-    for, and not waiting.
-    """
-    kinds = {"never waits": (0.0, False), "auto": (None, False), "turns": (None, True)}
-    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    with subject.emulated(step_ms=20.0) as server:
-        texts = texts_of(server, 40, 200)
-        for _ in range(2):
-            for kind, (patience_ms, in_turns) in kinds.items():
-                server.wait_until_idle()
-                devices = Devices(server.port, texts, 0.2, patience_ms, in_turns=in_turns)
-                with attacking(run_devices, devices, 2.0, 8.0) as reports:
-                    rates[kind].append(reports.recv())
-    never = median(rates["never waits"])
-    for kind, asked in (("auto", "under auto"), ("turns", "each asks in its drafts to be waited for")):
-        rate = median(rates[kind])
-        yield Row(
-            "2",
-            f"40 devices on 32 places, drafts 200 ms late, flat step of 20 ms: tokens/s, {asked}",
-            f"{rate:.0f}; not waiting {never:.0f} ({rate / never:.2f}x)",
-            "at least 0.95x of not waiting",
-            rate >= 0.95 * never,
-            {"tokens_per_s": rates},
-        )
+ATTACK_S: Final = 8.0
+MAX_MESSAGE_MS: Final = 10.0
+WARM_UP_MESSAGES: Final = 10
+NUM_MESSAGES: Final = 60
+MESSAGES_PER_S: Final = 10.0
+"""Of 512 nodes: within the budget of a session's drafts."""
+LONG: Final[dict[str, Any]] = {"max_tokens": 1900, "ignore_eos": True, "patience_ms": 0}
 
 
 def draft_flood(subject: Subject) -> Iterator[Row]:
     """Floods one session with drafts over four connections, in turn with not flooding; four others run meanwhile."""
+    largest = {"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]}
     with subject.emulated(step_ms=10.0) as server:
 
         @contextmanager
         def flooded(is_flooded: bool) -> Iterator[None]:
-            body = {"prompt": prompt_of(9), "max_tokens": 1500, "ignore_eos": True, "patience_ms": 0}
-            with server.crowd([body]) as crowd:
-                block = draft_bytes(server.port, crowd.running().session) * 8
+            with server.crowd([{"prompt": prompt_of(9), **LONG, "max_tokens": 1500}]) as crowd:
+                block = server.request("POST", f"/v1/sessions/{crowd.running().session}/drafts", largest) * 8
                 with attacking(pipeline, server.port, block, 4, True) if is_flooded else nullcontext():
                     yield
 
         yield slowed("10", "a flood of drafts to one session, step of 10 ms", rates_of(server, flooded))
 
 
-def texts_of(server: Server, num_devices: int, num_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """The target's own texts, which its drafts are made from. The emulated model gives one prompt one text."""
-    prompts = [prompt_of(i) for i in range(num_devices)]
-    common = {"max_tokens": num_tokens, "ignore_eos": True, "patience_ms": 0}
-    bodies = [{"prompt": prompt, **common} for prompt in prompts]
-    with server.crowd(bodies) as crowd:
-        what = f"the texts of {num_devices} sessions were not complete"
-        crowd.require(what, lambda: all(len(s.tokens) == num_tokens for s in crowd.streams), 60.0)
-        return [(prompt, stream.tokens) for prompt, stream in zip(prompts, crowd.streams, strict=True)]
+def orphan_flood(subject: Subject) -> Iterator[Row]:
+    """Floods one session with the largest messages, whose nodes have parents that were never sent."""
+    # Parents a million numbers back: no message has them.
+    size, back = MAX_MESSAGE_NODES, 1_000_000
+    firsts = range(2 * back, 2 * back + 8 * size, size)
+    seen = _flooded(
+        subject, [tree(0, first, range(1, 1 + size), range(first - back, first - back + size)) for first in firsts]
+    )
+    what = f"a flood of nodes without parents to one session, {ATTACK_S:g} s"
+    limit = "p99 under 50 ms; max under 50 ms more than the idle server's"
+    yield Row("17", f"{what}: GET /health/live", f"{seen}", limit, seen.is_prompt, seen.raw)
+    yield _memory_row("17", what, seen)
 
 
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """texts: (prompt, the target's own text) of each device. patience_ms: 0 asks the server never to wait.
+def malformed_trees(subject: Subject) -> Iterator[Row]:
+    """The same with bodies that no encoder writes. That each is refused is said by tests."""
+    seen = _flooded(subject, sorted((body for body, _ in BROKEN_TREES), key=len))
+    yield _memory_row("19", f"a flood of malformed trees, {len(BROKEN_TREES)} kinds, {ATTACK_S:g} s", seen)
 
-    A drafted token is right with probability `acceptance`. A device posts one message of `depth` tokens at a time.
-    in_turns: each asks the server to wait for the next.
+
+def _flooded(subject: Subject, bodies: Sequence[bytes]) -> Beside:
+    with (
+        subject.emulated(step_ms=10.0) as server,
+        subject.serve() as idle,
+        server.crowd([{"prompt": prompt_of(1), **LONG}]) as crowd,
+    ):
+        path = f"/v1/sessions/{crowd.running().session}/drafts"
+        _post(server, path, tree(0, 0, [1], [ROOT]))
+        server.wait_until_awake()
+        block = b"".join(server.request("POST", path, body, content_type=TREE_MEDIA_TYPE) for body in bodies)
+        with beside(server, idle) as seen, attacking(pipeline, server.port, block, 4, True):
+            time.sleep(ATTACK_S)
+    return seen
+
+
+def _memory_row(number: str, what: str, seen: Beside) -> Row:
+    limit = f"+{MAX_GROWTH_MB:.0f} MB"
+    return Row(number, f"{what}: memory", f"+{seen.memory.growth_mb:.0f} MB", limit, seen.is_small, seen.raw)
+
+
+def large_trees(subject: Subject) -> Iterator[Row]:
+    """Sends the deepest and the widest trees of 512 nodes, one message after the other, beside messages of one node."""
+    rng, size = random.Random(2), MAX_MESSAGE_NODES
+    shapes: dict[str, Callable[[int], Sequence[int]]] = {  # the parents, by the number of the first node
+        "one node": lambda first: [ROOT],
+        "a chain of 512": lambda first: [ROOT, *range(first, first + size - 1)],
+        "a chain that each message goes on with": lambda first: range(first - 1, first + size - 1),  # -1: ROOT
+        "512 children of one node": lambda first: [ROOT] * size,
+    }
+    cpu_ms: dict[str, float] = {}
+    longest_s: dict[str, float] = {}
+    with subject.emulated(step_ms=50.0) as server:
+        for name, parents_of in shapes.items():
+            server.wait_until_idle()
+            with server.crowd([{"prompt": prompt_of(3), **LONG}]) as crowd:
+                stream, first, before_s = crowd.running(), 0, 0.0
+                for index in range(WARM_UP_MESSAGES + NUM_MESSAGES):
+                    if index == WARM_UP_MESSAGES:
+                        before_s = _cpu_s(server)
+                    parents = parents_of(first)
+                    message = tree(len(stream.tokens), first, rng.sample(range(1, 4000), len(parents)), parents)
+                    took_s = _post(server, f"/v1/sessions/{stream.session}/drafts", message)
+                    first += len(parents)
+                    time.sleep(max(0.0, 1.0 / MESSAGES_PER_S - took_s))
+                cpu_ms[name] = 1e3 * (_cpu_s(server) - before_s) / NUM_MESSAGES
+                longest_s[name] = max((after - before for before, after in crowd.gaps()), default=0.0)
+    slowest = max(list(shapes)[1:], key=lambda name: cpu_ms[name])
+    extra_ms = cpu_ms[slowest] - cpu_ms["one node"]
+    yield Row(
+        "18",
+        f"the deepest and the widest trees of {size} nodes: the server's CPU per message, over one of one node",
+        f"{extra_ms:+.1f} ms to {cpu_ms['one node']:.1f}, most with: {slowest}; longest step "
+        f"{longest_s[slowest] * 1e3:.0f} ms of 50",
+        f"{MAX_MESSAGE_MS:g} ms",
+        extra_ms <= MAX_MESSAGE_MS,
+        {"cpu_ms": cpu_ms, "longest_step_s": longest_s},
+    )
+
+
+def _post(server: Server, path: str, body: bytes) -> float:
+    """Posts a tree; returns the seconds that it took. Raises NotMeasured where it is not taken."""
+    answer = server.ask("POST", path, body, headers={"Content-Type": TREE_MEDIA_TYPE})
+    if answer.status not in (204, 409):  # 409: a commit came first
+        raise NotMeasured(f"the server takes no trees: status {answer.status}: {answer.body[:200]!r}")
+    return answer.took_s
+
+
+def _cpu_s(server: Server) -> float:
+    times = psutil.Process(server.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def tree(base: int, first: int, tokens: Sequence[int], parents: Sequence[int]) -> bytes:
+    """A message of sure nodes."""
+    return TreeDraft(base, first, tokens, parents, [len(CHANCES) - 1] * len(tokens)).encode()
+
+
+def long_requests(subject: Subject) -> Iterator[Row]:
+    """Sends drafts up long requests as fast as they are read. That those end which trickle, are two, or go on after
+    their session, is said by tests.
     """
-
-    port: int
-    texts: list[tuple[list[int], list[int]]]
-    lag_s: float
-    patience_ms: float | None
-    acceptance: float = 0.7
-    depth: int = 8
-    in_turns: bool = False
-
-
-def run_devices(report: Any, devices: Devices, settle_s: float, window_s: float) -> None:
-    """Runs all of them; reports the tokens/s of the window that begins after `settle_s`."""
-    counts: list[tuple[float, int]] = []
-
-    async def all_devices() -> None:
-        tasks = [asyncio.create_task(_device(devices, index, counts)) for index in range(len(devices.texts))]
-        report.send("begun")
-        await asyncio.sleep(settle_s)
-        began_s = time.perf_counter()
-        await asyncio.sleep(window_s)
-        end_s = time.perf_counter()
-        report.send(sum(n for at, n in counts if began_s <= at < end_s) / (end_s - began_s))
-        for task in tasks:
-            task.cancel()
-
-    asyncio.run(all_devices())
+    messages = _chunk(framed(tree(0, 0, range(1, 1 + MAX_MESSAGE_NODES), [ROOT] * MAX_MESSAGE_NODES))) * 40
+    with subject.emulated(step_ms=10.0) as server:
+        what = "4 sessions that send 512-node messages up a long request as fast as it is read"
+        yield _beside_plain(server, what, 4, messages)
+        what = "the same of steady sessions, with filler"
+        yield _beside_plain(server, what, 4, _chunk(bytes(1 << 16)), steady=True)
+        yield _beside_plain(server, "256 steady sessions of one client that send nothing", 256, b"", steady=True)
 
 
-async def _device(devices: Devices, index: int, counts: list[tuple[float, int]]) -> None:
-    prompt, text = devices.texts[index]
-    rng = random.Random(index)
-    is_right = [rng.random() < devices.acceptance for _ in text]
-    guess = [token if right else token % 4000 + 1 for token, right in zip(text, is_right, strict=True)]
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": len(text), "ignore_eos": True}
-    body["draft_lag_ms"] = devices.lag_s * 1e3
-    if devices.patience_ms is not None:
-        body["patience_ms"] = devices.patience_ms
-    while True:
-        with suppress(OSError, CloudError):
-            await _session(devices, body, text, guess, counts)
+def _beside_plain(server: Server, what: str, num: int, piece: bytes, **more: bool) -> Row:
+    """What floods cost others beside as many sessions that send nothing, and have no pace."""
+
+    @contextmanager
+    def flooding(is_flooded: bool) -> Iterator[None]:
+        flooded = (piece, more) if is_flooded else (b"", {})
+        with ExitStack() as stack:
+            for index in range(4):
+                stack.enter_context(attacking(flood, server.port, prompt_of(20 + index), num // 4, *flooded))
+            yield
+
+    with memory_of(server) as memory:
+        rates = rates_of(server, flooding)
+    growth, limit = f"; +{memory.growth_mb:.0f} MB", f"; +{MAX_GROWTH_MB:.0f} MB"
+    return slowed("52", f"{what}, step of 10 ms; memory", rates, growth, limit=limit, is_kept=memory.is_small)
 
 
-async def _session(
-    devices: Devices, body: dict[str, Any], text: list[int], guess: list[int], counts: list[tuple[float, int]]
-) -> None:
-    """One session to its end."""
-    url = f"http://{HOST}:{devices.port}"
-    session, drafter = "", None
-    async with Wire(url) as stream, Wire(url) as up:
-        await stream.post("/v1/sessions", body)
-        while (event := await stream.event()) is not None and event.get("type") != "end":
-            session = event.get("session", session)
-            if event.get("type") == "open":
-                continue
-            base = event["base"] + len(event["tokens"])
-            counts.append((time.perf_counter(), len(event["tokens"])))
-            if drafter is None or drafter.done():
-                # The next tokens as the device guesses them: the target's own up to the first wrong one.
-                right = text[base : base + devices.depth]
-                own = guess[base : base + devices.depth]
-                at = next((at for at, token in enumerate(right) if own[at] != token), len(right))
-                if path := right[:at] + own[at:]:
-                    drafter = asyncio.create_task(_post_late(devices, session, base, path, up))
-        if drafter is not None:
-            drafter.cancel()
+def flood(report: Any, port: int, prompt: list[int], num: int, piece: bytes, more: dict[str, bool]) -> None:
+    """Opens `num` sessions at a time, again and again; each has a long request with `piece` for ever, if there is one.
+    more: fields of the sessions.
+    """
+    body = json.dumps({"prompt": prompt, **LONG, **more}).encode()
+
+    def talk() -> None:
+        with connect(port) as stream:
+            stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
+            data = b""
+            while not (session := re.search(rb'"session":"([^"]+)"', data)):
+                data += next_bytes(stream)
+            lines = [f"POST /v1/sessions/{session[1].decode()}/drafts HTTP/1.1", f"Host: {HOST}:{port}"]
+            lines += [f"Content-Type: {DRAFTS_MEDIA_TYPE}", "Transfer-Encoding: chunked", "", ""]
+            while not piece:
+                next_bytes(stream)
+            stream.setblocking(False)
+            for _ in range(1000):  # the request is ended: again, as often as that is answered
+                with suppress(OSError), connect(port, 30.0) as up:
+                    up.sendall("\r\n".join(lines).encode())
+                    while True:
+                        up.sendall(piece)
+                        with suppress(BlockingIOError):
+                            stream.recv(1 << 20)
+
+    for_ever(report, talk, num)
 
 
-async def _post_late(devices: Devices, session: str, base: int, path: list[int], up: Wire) -> None:
-    await asyncio.sleep(devices.lag_s)
-    place = f"/v1/sessions/{session}/drafts"
-    with suppress(OSError, asyncio.IncompleteReadError):
-        if devices.in_turns:  # numbers of their own: at most so many tokens after each base
-            numbers = range(base * devices.depth, base * devices.depth + len(path))
-            tree = TreeDraft(base, numbers[0], path, [ROOT, *numbers[:-1]], [13] * len(path), is_turn=True)
-            await up.post(place, tree.encode(), TREE_MEDIA_TYPE)
-        else:
-            await up.post(place, {"base": base, "paths": [path]})
-        await up.answer()
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)

@@ -154,7 +154,8 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
     groups: list[Group] = []
 
     def send(name: str, cases: Sequence[Case], key: str | None = ATTACKER, *, times: int = 1) -> Group:
-        groups.append(_sent(place, plain, before_mb, name, _times(times, cases), key))
+        # Each so often in a row, so that those in flight are the same.
+        groups.append(_sent(place, plain, before_mb, name, [case for case in cases for _ in range(times)], key))
         return groups[-1]
 
     send("routes without a body", others, times=50)
@@ -186,7 +187,7 @@ def _sent(place: Place, plain: Seen, before_mb: float, name: str, cases: list[Ca
         group.first_ratio = min(group.first_ratio, again.first_s / beside.first_s)
     suspects = _suspects(seen, plain, before_mb)
     if suspects:
-        again = watched(place, _times(8, suspects), key, timeout_s, _ROUTE_S)
+        again = watched(place, [case for case in suspects for _ in range(8)], key, timeout_s, _ROUTE_S)
         suspects = [case for case in _suspects(again, plain, before_mb) if case in suspects]
     for case in suspects:
         if words := _confirmed(place, case, key, seen.longest_s(case)):
@@ -220,7 +221,8 @@ def _judged(
     offences = [(group.name, case, words) for group in groups for case, words in group.offences.items()]
     health_s = [value for one in everything for value in one.health.values]
     offenders = "; ".join(f"{case}: {words}" for _, case, words in offences) or "none"
-    refused = [name for name, one in seen.items() if name.startswith("POST") and one.sent and one.is_refused]
+    posts = {name: {each.status // 100 for each in one.sent} for name, one in seen.items() if name.startswith("POST")}
+    refused = [name for name, kinds in posts.items() if kinds == {4}]
     statuses = Counter(one.status for each in everything for one in each.sent)
     failures = sorted(status for status in statuses if status >= 500 and status not in (501, 503, 504))
     yield Row(
@@ -246,7 +248,7 @@ def _judged(
     yield Row(
         number,
         "the same: memory",
-        f"+{growth:.0f} MB, most with: {name}" + _first_over(groups, before_mb + MAX_GROWTH_MB),
+        f"+{growth:.0f} MB, most with: {name}",
         f"+{MAX_GROWTH_MB:.0f} MB",
         growth <= MAX_GROWTH_MB,
         {"before_mb": before_mb, "peaks_mb": {name: one.memory.peak_mb for name, one in seen.items()}},
@@ -259,22 +261,6 @@ def _judged(
         f"at most {MAX_FIRST:g}x",
         worst.first_ratio <= MAX_FIRST,
     )
-
-
-def _first_over(groups: Sequence[Group], limit_mb: float) -> str:
-    """What was in flight when memory first passed the limit; nothing where it did not."""
-    for group in groups:
-        for at, mb in group.seen.memory.samples:
-            if mb > limit_mb:
-                return "; first over it beside: " + ", ".join(
-                    sorted({str(case) for case in group.seen.during(at - 0.5, at)})
-                )
-    return ""
-
-
-def _times(count: int, cases: Sequence[Case]) -> list[Case]:
-    """Each so often in a row, so that those in flight are the same."""
-    return [case for case in cases for _ in range(count)]
 
 
 def _suspects(one: Seen, plain: Seen, before_mb: float) -> list[Case]:

@@ -1,14 +1,23 @@
-"""Runs the local endpoint over an emulated verifier, and honest texts of another client beside an attack."""
+"""Attacks the local endpoint by texts: all that one client can open, unread, and with a long artificial round trip.
+
+Runs the endpoint over an emulated verifier, and honest texts of another client beside an attack.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-from bench.attacks.subject import KEYS, Crowd, NotMeasured, Server, Subject
+from bench.attacks.attackers import attacking, hold
+from bench.attacks.crowd import Crowd
+from bench.attacks.exchange import NotMeasured, wait_for
+from bench.attacks.probes import beside
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, seconds
 
 CHAT: Final = "/v1/chat/completions"
 GENERATE: Final = "/v1/outrider/generate"
@@ -17,43 +26,33 @@ ATTACKER, HONEST = KEYS
 STEP_MS: Final = 20.0
 MAX_OWN: Final = 8
 PLACES: Final = ("--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN))
-MIN_RATE: Final = 0.8
-"""Of another client's tokens/s, without the attack."""
-
-
 WELL: Final = "p99 under 50 ms and max under 100 ms more than the idle endpoint's; +64 MB"
+CAP_S: Final = 20.0
+_DELAY_MS: Final = 500.0
+_LONG: Final[dict[str, Any]] = {"prompt": [1 + i % 4000 for i in range(900)], "max_tokens": 1000, "stream": True}
+_MIN_RATE: Final = 0.5
+"""Of another client's tokens/s, without the attack."""
 
 
 @contextmanager
 def endpoint_and_idle(
-    subject: Subject, *options: str, extra_ms: float = 0.0, draft: Path | None = None, target: Path | None = None
+    subject: Subject, *, extra_ms: float = 0.0, draft: Path | None = None, target: Path | None = None
 ) -> Iterator[tuple[Server, Server]]:
-    """An endpoint with two keys over an emulated verifier, or over `target`, and an idle one. Every place has had a
-    text.
+    """An endpoint with two keys over an emulated verifier, or over `target`, and an idle one. All places of both
+    clients have had a text: memory that any use takes is not the attack's. Raises NotMeasured.
     """
     with ExitStack() as stack:
-        cloud = stack.enter_context(
-            subject.emulated(STEP_MS, extra_ms) if target is None else subject.serve(bundle=target)
-        )
-        endpoint, idle = (
-            stack.enter_context(subject.endpoint(cloud.url, *PLACES, *options, keys=KEYS, draft=draft))
-            for _ in range(2)
-        )
-        warm_up(endpoint)
+        server = subject.emulated(STEP_MS, extra_ms) if target is None else subject.serve(bundle=target)
+        url = stack.enter_context(server).url
+        endpoint, idle = (stack.enter_context(subject.endpoint(url, *PLACES, keys=KEYS, draft=draft)) for _ in range(2))
+        with texts_of(endpoint, ATTACKER, MAX_OWN, 200) as ours, texts_of(endpoint, HONEST, MAX_OWN, 200) as theirs:
+            streams = [*ours.streams, *theirs.streams]
+            what = "the endpoint's first texts did not end"
+            wait_for(what, lambda: all(stream.is_over for stream in streams), 120.0)
+        if refusals := [stream.refusal for stream in streams if stream.refusal]:
+            raise NotMeasured(f"the endpoint refused its first texts: {refusals[0]}")
+        endpoint.wait_until_idle()
         yield endpoint, idle
-
-
-def warm_up(endpoint: Server) -> None:
-    """Fills all places of both clients once: memory that any use takes is not the attack's. Raises NotMeasured."""
-    with (
-        texts_of(endpoint, ATTACKER, MAX_OWN, 200) as ours,
-        texts_of(endpoint, HONEST, MAX_OWN, 200) as theirs,
-    ):
-        streams = [*ours.streams, *theirs.streams]
-        ours.require("the endpoint's first texts did not end", lambda: all(stream.is_over for stream in streams), 120.0)
-        if (refused := next((stream.refusal for stream in streams if stream.refusal), None)) is not None:
-            raise NotMeasured(f"the endpoint refused its first texts: {refused}")
-    endpoint.wait_until_idle()
 
 
 def text_body(index: int, max_tokens: int = 800, **more: Any) -> dict[str, Any]:
@@ -61,20 +60,73 @@ def text_body(index: int, max_tokens: int = 800, **more: Any) -> dict[str, Any]:
     return {"prompt": f"def text_{index}(path):", "max_tokens": max_tokens, "seed": index, **more}
 
 
-@contextmanager
 def texts_of(
     endpoint: Server, key: str | None, count: int, max_tokens: int = 800, *, keeps: bool = False, **more: Any
-) -> Iterator[Crowd]:
+) -> closing[Crowd]:
     """Texts of one client. keeps: those that end begin again."""
     bodies = [text_body(index, max_tokens, **more) for index in range(count)]
-    with endpoint.crowd(bodies, key=key, path=GENERATE, keeps=keeps) as crowd:
-        yield crowd
+    return endpoint.crowd(bodies, key=key, path=GENERATE, keeps=keeps)
 
 
 @contextmanager
-def honest_texts(endpoint: Server, count: int = 2) -> Iterator[Crowd]:
-    """Texts of the other client, all of which run. Raises NotMeasured."""
-    with texts_of(endpoint, HONEST, count, keeps=True) as crowd:
-        crowd.require("the other client's texts did not run", lambda: crowd.num_running() >= count, 30.0)
+def honest_texts(endpoint: Server) -> Iterator[Crowd]:
+    """Two texts of the other client, which run. Raises NotMeasured."""
+    with texts_of(endpoint, HONEST, 2, keeps=True) as crowd:
+        crowd.require_running(2)
         time.sleep(0.5)
         yield crowd
+
+
+def greedy_texts(subject: Subject) -> Iterator[Row]:
+    """One key asks for long texts on 64 connections and reads none; another key's texts run, and new ones begin."""
+    with endpoint_and_idle(subject, extra_ms=0.05) as (endpoint, idle):
+        # The draft's caches for texts of this length are there before: what they take is bounded by --draft-context.
+        body = {**_LONG, "stream": False, "max_tokens": 100}
+        with ThreadPoolExecutor(MAX_OWN) as pool:
+            answers = list(pool.map(lambda _: endpoint.ask("POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
+        if any(answer.status != 200 for answer in answers):
+            raise NotMeasured(f"the endpoint refused long texts: {answers[0].body[-200:]!r}")
+        request = endpoint.request("POST", COMPLETIONS, _LONG, ATTACKER)
+        what = f"`outrider serve --max-own {MAX_OWN}`: one key's long texts on 64 connections, never read"
+        with beside(endpoint, idle) as seen:
+            yield _beside("25", what, endpoint, lambda: attacking(hold, endpoint.port, request, 64))
+    yield Row("25", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)
+
+
+def delayed_texts(subject: Subject) -> Iterator[Row]:
+    """One key fills its places with texts of a round trip of 500 ms, and reads them; another key's texts run. That what
+    is measured of such a text counts for no other is said by tests.
+    """
+    more: dict[str, Any] = {"keeps": True, "round_trip_ms": _DELAY_MS}
+    with endpoint_and_idle(subject) as (endpoint, _):
+        what = f"one key's {MAX_OWN} texts with `round_trip_ms` {_DELAY_MS:g}"
+        yield _beside("28", what, endpoint, lambda: texts_of(endpoint, ATTACKER, MAX_OWN, 4096 // 4, **more))
+
+
+def _beside(number: str, what: str, endpoint: Server, attack: Callable[[], AbstractContextManager[Any]]) -> Row:
+    """Another key's tokens/s, and its first tokens, in turn without the attack and beside it."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    took: dict[bool, list[float | None]] = {False: [], True: []}
+    for turn in range(4):
+        with ExitStack() as stack:
+            if is_attacked := bool(turn % 2):
+                stack.enter_context(attack())
+                what_not = f"the attacker's {MAX_OWN} texts did not run"
+                wait_for(what_not, lambda: endpoint.num_running() >= MAX_OWN, 30.0)
+            texts = stack.enter_context(honest_texts(endpoint))
+            rates[is_attacked].append(texts.tokens_per_s(5.0))
+            bodies = [text_body(1000 + 10 * turn + i) for i in range(3)]
+            took[is_attacked] += [endpoint.first_token_s(body, CAP_S, key=HONEST, path=GENERATE) for body in bodies]
+        endpoint.wait_until_idle()
+    alone, during = median(rates[False]), median(rates[True])
+    alone_s, during_s = middle(took[False], CAP_S), middle(took[True], CAP_S)
+    limit_s = 10.0 * STEP_MS / 1e3 + alone_s
+    return Row(
+        number,
+        f"{what}: another key's first token and tokens/s",
+        f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
+        f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",
+        f"10 steps and the time alone: {seconds(limit_s)}; at least {_MIN_RATE:g}x",
+        during_s <= limit_s and during >= _MIN_RATE * alone,
+        {"tokens_per_s": rates, "first_token_s": took},
+    )

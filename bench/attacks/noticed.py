@@ -4,18 +4,17 @@ one waits, and how late the server answers for its health.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, sweep
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.probes import MAX_HEALTH_S, Latency, Memory, health_of, memory_of
-from bench.attacks.subject import KEYS, Server, percentile
+from bench.attacks.probes import MAX_HEALTH_S, Latency, Memory, beside, repeatedly
+from bench.attacks.subject import KEYS, Server
 
 ATTACKER, OTHER = KEYS
 NUM_TEXTS: Final = 2
@@ -71,11 +70,6 @@ class Seen:
         """Of the other key's texts."""
         return max((after - before for before, after in self.gaps), default=CAP_S)
 
-    @property
-    def gap_s(self) -> float:
-        """The 99th percentile."""
-        return percentile([after - before for before, after in self.gaps], 0.99) if self.gaps else CAP_S
-
     def stalls(self) -> Iterator[tuple[float, float, float]]:
         """(began, ended, seconds beyond an idle server's answers at that time) of each answer for health."""
         idle = list(zip(self.idle.began_s, self.idle.values, strict=True))
@@ -98,11 +92,6 @@ class Seen:
         """So long or longer `_RECURS` gaps were."""
         return _recurring([after - before for before, after in self.gaps])
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether every request was, so that others of its fields may have found less than they could."""
-        return all(400 <= one.status < 500 for one in self.sent)
-
     def longest_s(self, case: Case) -> float:
         """The longest that this request took."""
         return max((one.ended_s - one.began_s for one in self.sent if one.case == case), default=0.0)
@@ -112,7 +101,7 @@ class Seen:
         return {one.case for one in self.sent if one.began_s < ended_s and one.ended_s > began_s}
 
     def __str__(self) -> str:
-        gaps = f"gap p99 {self.gap_s * 1e3:.0f} ms, longest {self.longest_gap_s * 1e3:.0f} ms"
+        gaps = f"longest gap {self.longest_gap_s * 1e3:.0f} ms"
         memory = f"{self.memory.before_mb:.0f} to {self.memory.peak_mb:.0f} MB"
         return f"health {self.health}, idle {self.idle}, {gaps}, first {self.first_s * 1e3:.0f} ms, {memory}"
 
@@ -124,60 +113,42 @@ class Seen:
             "p99_ms": self.health.high * 1e3,
             "max_ms": self.health.worst * 1e3,
             "idle_max_ms": self.idle.worst * 1e3,
-            "gap_p99_ms": self.gap_s * 1e3,
             "gap_max_ms": self.longest_gap_s * 1e3,
             "first_token_ms": self.first_s * 1e3,
             "peak_mb": self.memory.peak_mb,
         }
 
 
-@contextmanager
-def _newcomers(place: Place) -> Iterator[list[tuple[float, float]]]:
-    """Texts of the other key that begin all the while: (began, seconds to the first token)."""
-    found: list[tuple[float, float]] = []
-    is_over = threading.Event()
-
-    def ask_again() -> None:
-        number = 1000
-        while not is_over.wait(NEWCOMERS_EVERY_S):
-            number += 1
-            began_s = time.perf_counter()
-            took_s = place.server.first_token_s(place.text(number), CAP_S, key=OTHER, path=place.path)
-            found.append((began_s, CAP_S if took_s is None else took_s))
-
-    thread = threading.Thread(target=ask_again, daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        is_over.set()
-        thread.join()
-
-
 def watched(place: Place, cases: list[Case], key: str | None, timeout_s: float, limit_s: float) -> Seen:
     """Sends the cases, four at a time, for at most `limit_s`, and looks what others notice."""
+    numbers, firsts = count(1000), list[tuple[float, float]]()
+
+    def newcomer() -> None:
+        began_s, body = time.perf_counter(), place.text(next(numbers))
+        took_s = place.server.first_token_s(body, CAP_S, key=OTHER, path=place.path)
+        firsts.append((began_s, CAP_S if took_s is None else took_s))
+
     bodies = [place.text(number) for number in range(NUM_TEXTS)]
     with (
         place.server.crowd(bodies, key=OTHER, path=place.path, keeps=True) as crowd,
-        memory_of(place.server) as memory,
-        health_of(place.server) as health,
-        health_of(place.idle) as idle,
-        _newcomers(place) as firsts,
+        beside(place.server, place.idle) as costs,
+        repeatedly(newcomer, NEWCOMERS_EVERY_S),
     ):
-        crowd.require("the other key's texts did not run", lambda: crowd.num_running() >= NUM_TEXTS, 30.0)
-        seen = Seen(health, idle, memory, firsts=firsts)
+        crowd.require_running(NUM_TEXTS)
+        seen = Seen(costs.health, costs.idle, costs.memory, firsts=firsts)
         with attacking(sweep, place.server.port, place.requests, cases, key, timeout_s) as reports:
             began_s = time.perf_counter()
             deadline_s = began_s + limit_s
             while (left_s := deadline_s - time.perf_counter()) > 0.0 and reports.poll(left_s):
                 if (report := reports.recv()) is None:
                     break
-                index, start_s, end_s, status = report
-                seen.sent.append(Sent(cases[index], start_s, end_s, status))
+                index, *times = report
+                seen.sent.append(Sent(cases[index], *times))
         # A text that stands still to the end has one more.
-        ended_s = time.perf_counter()
         open_gaps = [
-            (stream.commits[-1][0], ended_s) for stream in crowd.streams if stream.commits and not stream.is_over
+            (stream.commits[-1][0], time.perf_counter())
+            for stream in crowd.streams
+            if stream.commits and not stream.is_over
         ]
         seen.gaps = [gap for gap in (*crowd.gaps(), *open_gaps) if gap[1] > began_s]
     return seen

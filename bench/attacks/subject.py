@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,21 +18,9 @@ from statistics import median
 from typing import Any, Final
 
 import psutil
-from bench.attacks.crowd import Crowd, Stream, crowd_of, first_token_s
-from bench.attacks.exchange import (
-    HOST,
-    OTHER_ADDRESS,
-    Answer,
-    NotMeasured,
-    ask,
-    request_bytes,
-    values_of,
-    wait_for,
-)
+from bench.attacks.crowd import Crowd
+from bench.attacks.exchange import HOST, Answer, NotMeasured, is_reached_in, request_bytes, values_of, wait_for
 from bench.processes import ANY_PORT, Program, started
-
-# What attacks take from here, though it is made elsewhere.
-__all__ = ["HOST", "OTHER_ADDRESS", "Answer", "Crowd", "NotMeasured", "Stream", "wait_for"]
 
 EMBEDDED: Final = "embedded"
 VLLM: Final = "vllm"
@@ -99,29 +88,47 @@ def prompt_of(index: int, length: int = 16) -> list[int]:
 class Server(Program):
     """A server under attack."""
 
-    def ask(self, method: str, path: str, body: object = None, **options: Any) -> Answer:
-        """One request on a connection of its own, as `exchange.ask`."""
-        return ask(self.port, method, path, body, **options)
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        key: str | None = None,
+        address: str = HOST,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Answer:
+        """One request on a connection of its own. body: bytes as they are, anything else as JSON.
 
-    def ask_in_time(self, method: str, path: str, body: object, timeout_s: float, **options: Any) -> Answer:
-        """The same; a status of 0 where there is no answer in that time."""
-        try:
-            return self.ask(method, path, body, timeout_s=timeout_s, **options)
-        except TimeoutError:
-            return Answer(0, b"", timeout_s)
+        address: the client's own.
+        """
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} if content is not None else {}
+        sent |= {"Authorization": f"Bearer {key}"} if key else {}
+        began_s = time.perf_counter()
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s, source_address=(address, 0))
+        with closing(connection), suppress(http.client.HTTPException, OSError):
+            connection.request(method, path, content, {**sent, **(headers or {})})
+            response = connection.getresponse()
+            return Answer(response.status, response.read(), time.perf_counter() - began_s)
+        return Answer(0, b"", time.perf_counter() - began_s)
 
-    def request(self, method: str, path: str, body: object = None, key: str | None = None) -> bytes:
+    def request(self, method: str, path: str, body: object = None, key: str | None = None, **options: Any) -> bytes:
         """The same request as bytes."""
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        return request_bytes(self.port, method, path, content, key)
+        return request_bytes(self.port, method, path, content, key, **options)
 
-    def crowd(self, bodies: list[dict[str, Any]], **options: Any) -> AbstractContextManager[Crowd]:
-        """Sessions that are open at once, as `crowd_of`."""
-        return crowd_of(self.port, bodies, **options)
+    def crowd(self, bodies: Sequence[dict[str, Any]], **options: Any) -> closing[Crowd]:
+        """Sessions that are open at once."""
+        return closing(Crowd(self.port, bodies, **options))
 
     def first_token_s(self, body: dict[str, Any], cap_s: float, **options: Any) -> float | None:
-        """A newcomer's time to its first token, as `crowd.first_token_s`."""
-        return first_token_s(self.port, body, cap_s, **options)
+        """A newcomer's time to its first token; None where it takes longer than `cap_s`."""
+        with self.crowd([body | {"max_tokens": 1}], **options) as crowd:
+            stream = crowd.streams[0]
+            is_reached_in(cap_s, lambda: bool(stream.commits) or stream.is_over, 0.002)
+            return stream.first_token_s
 
     def memory_mb(self) -> float:
         """Resident memory of the server and its children."""
@@ -141,7 +148,7 @@ class Server(Program):
 
     def num_running(self) -> int:
         """Texts in work."""
-        return int(self.readiness().json.get("running", 0))
+        return int(self.readiness().json["running"])
 
     def complete(self, body: dict[str, Any], key: str | None = None) -> Any:
         """The answer to a completion. Raises NotMeasured where it is refused."""
@@ -152,16 +159,11 @@ class Server(Program):
 
     def wait_until_awake(self, timeout_s: float = 30.0) -> None:
         """Returns once /health/live answers at once, five times in a row. Raises NotMeasured after `timeout_s`."""
-        deadline_s, num_quick = time.monotonic() + timeout_s, 0
-        while num_quick < 5:
-            if time.monotonic() > deadline_s:
-                raise NotMeasured(f"the server's health took long {timeout_s:g} s after the attack had ended")
-            try:
-                answer = self.ask("GET", "/health/live", timeout_s=timeout_s)
-            except TimeoutError:
-                continue
-            num_quick = num_quick + 1 if answer.took_s < 0.03 else 0
-            time.sleep(0.02)
+
+        def is_awake() -> bool:
+            return all(self.ask("GET", "/health/live", timeout_s=timeout_s).took_s < 0.03 for _ in range(5))
+
+        wait_for("the server's health took long after the attack had ended: no quick answers", is_awake, timeout_s)
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> None:
         """Returns once nothing runs and nothing is queued. Raises NotMeasured after `timeout_s`."""
@@ -184,7 +186,7 @@ def rates_of(
         server.wait_until_idle()
         bodies = [{"prompt": prompt_of(i), "max_tokens": 900, "ignore_eos": True} for i in range(4)]
         with server.crowd(bodies, keeps=True, **options) as crowd:
-            crowd.require("four sessions had no token", lambda: crowd.num_running() == 4, 20.0)
+            crowd.require_running(4)
             with attack(is_attacked):
                 rates[is_attacked].append(crowd.tokens_per_s(5.0))
     return rates
