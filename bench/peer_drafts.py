@@ -28,14 +28,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from bench.peer_engines import PROPERTIES, own_output
+from bench.peer_engines import PROPERTIES
+from bench.processes import free_port
 from bench.report import option, parser
 
 from outrider.models.ingress.sockets import READY_PREFIX
@@ -239,9 +240,7 @@ def onnxruntime_genai(peer: Peer, stack: ExitStack) -> Write:
 
 def llama_cpp(peer: Peer, stack: ExitStack) -> Write:
     """`llama-server` as a child of this process, so that it is stopped with it; its stream is passed on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = [os.environ[LLAMA_SERVER], "--model", str(peer.target), "--port", str(port), "--parallel", "1"]
     server += ["--threads", str(peer.threads), "--ctx-size", str(_CONTEXT), "--no-webui"]
     server += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
@@ -365,6 +364,14 @@ def answer(opens: Callable[[], Write], questions: TextIO, answers: TextIO) -> No
             tell(error=f"{type(error).__name__}: {error}")
         else:
             tell(counts=asdict(counts))
+
+
+@contextmanager
+def own_output() -> Iterator[TextIO]:
+    """Standard output for answers; what libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        yield answers
 
 
 def main() -> None:
