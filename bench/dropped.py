@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
 import psutil
 from bench.bare_http import Wire
+from bench.processes import metrics_of
 from rich.console import Console
 
 from outrider.edge.lab.laboratory import Lab, three_modes
@@ -192,15 +192,13 @@ async def texts(lab: Lab, prompt: Sequence[int]) -> list[tuple[int, ...]]:
 
 async def at_rest(url: str) -> dict[str, float]:
     """The server's gauges once nothing runs; parked prefixes may stay."""
-    async with httpx.AsyncClient() as client:
-        for _ in range(200):
-            lines = (await client.get(f"{url}/metrics")).text.splitlines()
-            values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
-            gauges = {name: float(values[f"outrider_{name}"]) for name in OPEN}
-            if not any(gauges.values()):
-                break
-            await asyncio.sleep(0.05)
-    cache = [float(values[f"outrider_kv_cache_{name}"]) for name in ("blocks", "free_blocks", "parked_blocks")]
+    for _ in range(200):
+        values = metrics_of(url)
+        gauges = {name: values[f"outrider_{name}"] for name in OPEN}
+        if not any(gauges.values()):
+            break
+        await asyncio.sleep(0.05)
+    cache = [values[f"outrider_kv_cache_{name}"] for name in ("blocks", "free_blocks", "parked_blocks")]
     return {**gauges, "blocks": cache[0] - cache[1] - cache[2]}
 
 

@@ -313,11 +313,15 @@ def _message(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
+def metrics_of(url: str) -> dict[str, float]:
+    """What a server counts, by name; without what has labels. The local endpoint needs `--metrics`."""
+    text = httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text
+    lines = (line.split() for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
+    return {name: float(value) for name, value in lines}
+
+
 def device_counts(url: str) -> dict[str, float]:
-    """The local endpoint's counters, by name without prefix and suffix; it needs `--metrics`."""
-    counts = {}
-    for line in httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text.splitlines():
-        name, _, value = line.partition(" ")
-        if name.startswith("outrider_device_") and name.endswith("_total"):
-            counts[name.removeprefix("outrider_device_").removesuffix("_total")] = float(value)
-    return counts
+    """The local endpoint's counters, by name without prefix and suffix."""
+    prefix, suffix = "outrider_device_", "_total"
+    found = ((name.removeprefix(prefix), value) for name, value in metrics_of(url).items() if name.startswith(prefix))
+    return {name.removesuffix(suffix): value for name, value in found if name.endswith(suffix)}
