@@ -146,7 +146,7 @@ def _headers_of(index: int) -> bytes:
 
 
 class Session(asyncio.Protocol):
-    """The connection of one session's event stream. drafts: that of its drafts, one after each commit if any are sent."""
+    """The connection of one session's event stream. drafts: that of its drafts, one after each commit."""
 
     _EVENT = re.compile(rb'data: \{"base":(\d+),"tokens":\[([\d,]+)\]')
 

@@ -27,7 +27,6 @@ from typing import Any, Final
 
 from bench.gpu.needs import MAKES_DRAFT, download, is_enough, look, report
 
-
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "--part": {"type": int, "nargs": "+", "choices": (1, 2, 3, 4), "default": [1, 2, 3, 4]},
     "--out": {"type": Path, "help": "directory of the JSON"},
