@@ -9,12 +9,12 @@ and one sequence. `bench.never_slower` compares with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from bench.emulated import EmulatedTarget, Emulation, emulated_draft
 from bench.processes import Remote, remote
@@ -82,11 +82,10 @@ def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
     return runtime, manifest.architecture.tokenizer_size
 
 
-class Opener(Protocol):
-    """Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them."""
-
-    def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
-        """Called once, in that process."""
+Opener = Callable[[], tuple[BatchRuntime, SequenceRuntime, int]]
+"""Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them, and
+called once there.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from bench.peer_engines import PROPERTIES
-from bench.processes import free_port
+from bench.processes import free_port, is_healthy
 from bench.report import option, parser
 
 from outrider.models.ingress.sockets import READY_PREFIX
@@ -251,10 +251,8 @@ def llama_cpp(peer: Peer, stack: ExitStack) -> Write:
     running = subprocess.Popen(server, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     stack.callback(running.wait)
     stack.callback(running.kill)
-    while not _is_healthy(port):
-        if running.poll() is not None:
-            raise RuntimeError(f"`{' '.join(server)}` ended with {running.returncode}")
-        time.sleep(0.2)
+    if not is_healthy(f"http://127.0.0.1:{port}/health", running):
+        raise RuntimeError(f"`{' '.join(server)}` ended with {running.returncode}")
 
     def write(asked: Asked, emit: Emit) -> Counts:
         question = {
@@ -285,15 +283,6 @@ def llama_cpp(peer: Peer, stack: ExitStack) -> Write:
         return Counts(asked.max_tokens - accepted, told["timings"].get("draft_n", 0), accepted)
 
     return write
-
-
-def _is_healthy(port: int) -> bool:
-    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:  # it does not listen yet
-            return False
 
 
 def vllm(peer: Peer, stack: ExitStack) -> Write:

@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from bench.bare_http import Wire
 from bench.peer_engines import STEP_TOKENS, Batch, Done, Run
-from bench.processes import end_group, free_port, source_path, start_group, turn_of
+from bench.processes import end_group, free_port, is_healthy, source_path, start_group, turn_of
 
 from outrider.models.errors import RuntimeUnavailable
 
 MODEL: Final = "target"
 MAX_RUNNING: Final = 16
-_START_S: Final = 600.0
-_POLL_S: Final = 0.5
 _DATA: Final = b"data: "
 
 
@@ -66,25 +63,14 @@ def _serving(arguments: Sequence[str], log: Path, more: Mapping[str, str], healt
             return asyncio.run(stream_all(batch))
 
     try:
-        _wait(f"http://127.0.0.1:{port}{health}", process, log)
+        if not is_healthy(f"http://127.0.0.1:{port}{health}", process):
+            said = log.read_text(errors="replace")[-1500:]
+            raise RuntimeUnavailable(f"`{' '.join(command[1:4])}` did not start: {said}")
         with turn_of(process.pid):
             pass  # so that it is stopped
         yield run
     finally:
         end_group(process)
-
-
-def _wait(health: str, process: subprocess.Popen[str], log: Path) -> None:
-    deadline_s = time.monotonic() + _START_S
-    with httpx.Client(trust_env=False) as client:
-        while process.poll() is None and time.monotonic() < deadline_s:
-            try:
-                if client.get(health).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass  # it does not listen yet
-            time.sleep(_POLL_S)
-    raise RuntimeUnavailable(f"the server of {health} did not start: {log.read_text(errors='replace')[-1500:]}")
 
 
 @contextmanager

@@ -132,6 +132,18 @@ def _answer(pipe: Connection, make: Callable[[], AbstractContextManager[object]]
             pipe.send(getattr(found, name)(*arguments))
 
 
+def is_healthy(url: str, process: subprocess.Popen[Any]) -> bool:
+    """Waits until a server answers with 200 there; False where its process ends before that, or takes too long."""
+    deadline_s = time.monotonic() + _START_S
+    with httpx.Client(trust_env=False) as client:
+        while process.poll() is None and time.monotonic() < deadline_s:
+            with suppress(httpx.HTTPError):  # it does not listen yet
+                if client.get(url).status_code == 200:
+                    return True
+            time.sleep(0.2)
+    return False
+
+
 def free_port() -> int:
     """One of loopback's."""
     with socket.socket() as free:
