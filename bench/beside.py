@@ -8,21 +8,21 @@ and one sequence. `bench.never_slower` compares with it.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 from bench.emulated import EmulatedTarget, Emulation, emulated_draft
+from bench.processes import Remote, remote
 
 from outrider.edge.devices.placement import AS_BUNDLED, place_draft
 from outrider.edge.drafting.calibration import Calibration, Guess
 from outrider.edge.drafting.drafter import ModelDrafter
-from outrider.edge.lab.cores import Cores, running_on
+from outrider.edge.lab.cores import Cores
 from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.export.check.acceptance import Continuation, read_along
 from outrider.export.recipes import ExportOptions
@@ -35,7 +35,6 @@ from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, Sequence
 MOST_DRAFTED: Final = 24
 """Tokens of a round at most."""
 GUESSES: Final = 16
-_START_TIMEOUT_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,10 @@ def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
     return runtime, manifest.architecture.tokenizer_size
 
 
-class Opener(Protocol):
-    """Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them."""
-
-    def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
-        """Called once, in that process."""
+Opener = Callable[[], tuple[BatchRuntime, SequenceRuntime, int]]
+"""Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them, and
+called once there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,50 +199,25 @@ class Turns:
 class Beside:
     """The process with both models, as its parent sees it. Calls block."""
 
-    pipe: Connection
+    process: Remote
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int, stop: Stop) -> Written:
         """As `Turns.generate`."""
-        found: Written = self._call("generate", prompt, params, num_tokens, stop)
+        found: Written = self.process.call("generate", prompt, params, num_tokens, stop)
         return found
 
     def ranks(self, texts: Sequence[Continuation]) -> list[list[Picked]]:
         """As `Turns.ranks`."""
-        found: list[list[Picked]] = self._call("ranks", texts)
+        found: list[list[Picked]] = self.process.call("ranks", texts)
         return found
-
-    def _call(self, name: str, *arguments: object) -> Any:
-        self.pipe.send((name, arguments))
-        return self.pipe.recv()  # EOFError where the process failed; its traceback is on standard error
 
 
 @contextmanager
 def open_beside(opener: Opener, cores: Cores) -> Iterator[Beside]:
     """Starts the process on `cores`; ends it with the context."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, opener), daemon=True)
-    with running_on(cores):
-        process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_START_TIMEOUT_S):
-            raise TimeoutError(f"the models beside each other were not loaded after {_START_TIMEOUT_S:g} s")
-        assert ours.recv() == "ready"
-        yield Beside(ours)
-    finally:
-        ours.close()
-        process.terminate()
-        process.join()
+    with remote(partial(_turns, opener), cores) as process:
+        yield Beside(process)
 
 
-def _serve(pipe: Connection, opener: Opener) -> None:
-    turns = Turns(*opener())
-    pipe.send("ready")
-    calls: dict[str, Callable[..., object]] = {"generate": turns.generate, "ranks": turns.ranks}
-    try:
-        while True:
-            name, arguments = pipe.recv()
-            pipe.send(calls[name](*arguments))
-    except (EOFError, BrokenPipeError):  # the parent has closed its end
-        turns.close()
+def _turns(opener: Opener) -> closing[Turns]:
+    return closing(Turns(*opener()))

@@ -34,7 +34,7 @@ from typing import Final
 
 from bench.beside import Beside, RealPair, Stop, Written, open_beside, open_draft
 from bench.load import make_orders
-from bench.load_devices import Connection, Order, Recorded, Session
+from bench.load_devices import Connection, Recorded, Session, body_of
 from bench.pairs import BUNDLE_OPTIONS, pair_of
 from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
@@ -44,6 +44,7 @@ from rich.table import Table
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALONE, cloud_process
+from outrider.edge.results import GenerationRequest
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.widen import widen
@@ -93,17 +94,19 @@ def block(recorded: Recorded, num_known: int, gamma: int) -> list[int]:
     return path
 
 
-async def verify_all(url: str, orders: Sequence[Order], drafts: Sequence[Recorded], gamma: int) -> list[Session]:
+async def verify_all(
+    url: str, orders: Sequence[GenerationRequest], drafts: Sequence[Recorded], gamma: int
+) -> list[Session]:
     """All texts at once, each block after block."""
     return list(await asyncio.gather(*(_verify(url, o, d, gamma) for o, d in zip(orders, drafts, strict=True))))
 
 
-async def _verify(url: str, order: Order, drafts: Recorded, gamma: int) -> Session:
+async def _verify(url: str, order: GenerationRequest, drafts: Recorded, gamma: int) -> Session:
     text, known, prefix_hash = Session(), list[int](), None
     async with Connection(url) as connection:
         while (left := order.max_tokens - len(known)) > 0:
             drafted = block(drafts, len(known), min(gamma, left - 1)) if known else []
-            item = {**order.body, "max_tokens": left, "draft": drafted}
+            item = {**body_of(order), "max_tokens": left, "draft": drafted}
             del item["prompt"]
             item |= {"prefix_hash": prefix_hash} if prefix_hash else {"prefix": [*order.prompt, *known]}
             answer = await connection.ask("/v1/verify", {"items": [item]})
@@ -182,7 +185,7 @@ class Found:
         return told
 
 
-def measure(subject: Subject, orders: Sequence[Order], gamma: int, num_runs: int) -> Found:
+def measure(subject: Subject, orders: Sequence[GenerationRequest], gamma: int, num_runs: int) -> Found:
     """Each way in turn, after a run that warms up and records the drafts."""
     found = Found({BESIDE: [], DEVICES: [], BATCHED: []}, [])
     recorded = found.recorded
@@ -237,7 +240,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """The command."""
     options = options_of(given)
     console = Console(width=100)
-    orders = make_orders(options.clients, options.max_tokens, options.temperature)
+    orders = make_orders(options, options.clients)
     with open_subject(options) as subject:
         found = measure(subject, orders, options.gamma, options.runs)
     console.print(as_table(found, options.client_rate))

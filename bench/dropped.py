@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
 import psutil
 from bench.bare_http import Wire
+from bench.processes import metrics_of
 from rich.console import Console
 
 from outrider.edge.lab.laboratory import Lab, three_modes
@@ -192,30 +192,19 @@ async def texts(lab: Lab, prompt: Sequence[int]) -> list[tuple[int, ...]]:
 
 async def at_rest(url: str) -> dict[str, float]:
     """The server's gauges once nothing runs; parked prefixes may stay."""
-    async with httpx.AsyncClient() as client:
-        for _ in range(200):
-            lines = (await client.get(f"{url}/metrics")).text.splitlines()
-            values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
-            gauges = {name: float(values[f"outrider_{name}"]) for name in OPEN}
-            if not any(gauges.values()):
-                break
-            await asyncio.sleep(0.05)
-    cache = [float(values[f"outrider_kv_cache_{name}"]) for name in ("blocks", "free_blocks", "parked_blocks")]
+    for _ in range(200):
+        values = metrics_of(url)
+        gauges = {name: values[f"outrider_{name}"] for name in OPEN}
+        if not any(gauges.values()):
+            break
+        await asyncio.sleep(0.05)
+    cache = [values[f"outrider_kv_cache_{name}"] for name in ("blocks", "free_blocks", "parked_blocks")]
     return {**gauges, "blocks": cache[0] - cache[1] - cache[2]}
 
 
-def server_of(url: str) -> psutil.Process:
-    """The process that listens where `url` points."""
-    port = int(url.rsplit(":", 1)[1])
-    for child in psutil.Process().children(recursive=True):
-        if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in child.net_connections("tcp")):
-            return child
-    raise SystemExit(f"no process of ours listens on port {port}")
-
-
-async def soak(lab: Lab, numbers: range, console: Console) -> list[float]:
+async def soak(lab: Lab, server: psutil.Process, numbers: range, console: Console) -> list[float]:
     """Runs the sessions of these numbers; the server's memory after each hundred, in MB that it shares with none."""
-    server, samples = server_of(lab.url), list[float]()
+    samples = list[float]()
     prompts = [list(lab.encode(prompt.text)) for prompt in load_prompts(64)]
     room = asyncio.Semaphore(AT_ONCE)
     for start in range(numbers.start, numbers.stop, EACH):
@@ -226,14 +215,16 @@ async def soak(lab: Lab, numbers: range, console: Console) -> list[float]:
     return samples
 
 
-async def measure(lab: Lab, sessions: int, warm_up: int, console: Console) -> tuple[list[str], dict[str, Any]]:
-    """What is missed, and the figures."""
-    server, prompt = server_of(lab.url), list(lab.encode(load_prompts(1)[0].text))
-    await soak(lab, range(warm_up), console)
+async def measure(
+    lab: Lab, server: psutil.Process, sessions: int, warm_up: int, console: Console
+) -> tuple[list[str], dict[str, Any]]:
+    """What is missed, and the figures. server: the process that the lab's URL leads to."""
+    prompt = list(lab.encode(load_prompts(1)[0].text))
+    await soak(lab, server, range(warm_up), console)
     first = await texts(lab, prompt)
     await at_rest(lab.url)
     before = (server.num_threads(), server.num_fds())
-    samples = await soak(lab, range(warm_up, warm_up + sessions), console)
+    samples = await soak(lab, server, range(warm_up, warm_up + sessions), console)
     last = await texts(lab, prompt)
     left = await at_rest(lab.url)
     threads, descriptors = server.num_threads(), server.num_fds()

@@ -20,12 +20,13 @@ from typing import Final
 import numpy as np
 from bench.processes import announce
 from bench.report import option, parser
+from fastapi import FastAPI
 from numpy.typing import NDArray
 from tests.fake_runtime import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer
-from outrider.cloud.api.state import ServedModel
+from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.child_process import child_process
@@ -208,13 +209,18 @@ def _sleep_until(due_s: float) -> None:
 # -- the cloud's process -----------------------------------------------------------------------------------------------
 
 
-def serve(target: BatchRuntime, config: EngineConfig) -> None:
-    """The real server over the target, until it is ended."""
+def app_of(target: BatchRuntime, config: EngineConfig, settings: ServerSettings | None = None) -> FastAPI:
+    """The real server over the target; its engine runs."""
     engine = EngineThread(target, config)
     engine.calibrate()
-    engine.start()
-    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
+    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()), settings)
     relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
+    engine.start()
+    return app
+
+
+def serve(app: FastAPI) -> None:
+    """Until it is ended."""
     announce(partial(VerifierServer, app))
 
 
@@ -239,7 +245,7 @@ def main() -> None:
         max_running=options.max_running,
     )
     emulation = Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)
-    serve(EmulatedTarget(emulation), config)
+    serve(app_of(EmulatedTarget(emulation), config))
 
 
 if __name__ == "__main__":

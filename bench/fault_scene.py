@@ -108,11 +108,9 @@ def strike(scene: Scene, agent: Program, *faults: Callable[[], None]) -> Struck:
     found = read_text(agent.url, scene.body, on_text)
     if left:
         raise SystemExit(f"the text ended before the fault struck: {found.text[:80]!r} {found.error}")
-    return Struck(found, _since(counts[0], agent) if counts else {}, agent.said(said))
-
-
-def _since(before: Mapping[str, float], agent: Program) -> dict[str, float]:
-    return {name: count - before.get(name, 0.0) for name, count in device_counts(agent.url).items()}
+    since = device_counts(agent.url) if counts else {}
+    since = {name: count - counts[0].get(name, 0.0) for name, count in since.items()}
+    return Struck(found, since, agent.said(said))
 
 
 def row_of(scene: Scene, fault: str, struck: Struck, notes: str = "", *, is_drafted: bool = True) -> Row:

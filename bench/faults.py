@@ -175,38 +175,24 @@ def network_silent(scene: Scene) -> Iterator[Row]:
         proxy = next(child for child in psutil.Process().children() if "outrider.edge.lab.proxy" in child.cmdline())
         agent = stack.enter_context(started(scene.agent([url])))
 
-        def cut() -> None:
-            pause(proxy.send_signal, CUT_S)
-
-        yield row_of(scene, f"the network is silent for {CUT_S:g} s", strike(scene, agent, cut), is_drafted=False)
+        struck = strike(scene, agent, partial(pause, proxy.send_signal, CUT_S))
+        yield row_of(scene, f"the network is silent for {CUT_S:g} s", struck, is_drafted=False)
 
 
 def link_throttled(scene: Scene) -> Iterator[Row]:
     """The link falls to 64 kbit/s each way in mid-text, and stays there; the same without drafts."""
-    struck, carried = list[Struck](), list[tuple[int, int]]()
+    struck = list[Struck]()
     for depth in ("auto", "0"):
         with ExitStack() as stack:
-            cloud = stack.enter_context(started(scene.cloud()))
-            proxy = stack.enter_context(_line(cloud))
+            proxy = stack.enter_context(_line(stack.enter_context(started(scene.cloud()))))
             agent = stack.enter_context(started(scene.agent([proxy.url], "", None, "--depth", depth)))
-            before = list[tuple[int, int]]()
-
-            def throttle(proxy: FaultyProxy = proxy, before: list[tuple[int, int]] = before) -> None:
-                proxy.throttle(RATE_KBIT_S)
-                before.append((proxy.bytes_up, proxy.bytes_down))
-
-            struck.append(strike(scene, agent, throttle))
-            carried.append((proxy.bytes_up - before[0][0], proxy.bytes_down - before[0][1]))
+            struck.append(strike(scene, agent, partial(proxy.throttle, RATE_KBIT_S)))
     drafted, undrafted = struck
-    yield row_of(
-        scene,
-        f"the link falls to {RATE_KBIT_S:g} kbit/s",
-        drafted,
-        f"{carried[0][0]} bytes up and {carried[0][1]} down from then on, without drafts {carried[1][0]} and "
-        f"{carried[1][1]}; without drafts it loses {undrafted.text.took_s - scene.took_s:.1f} s; longest gap "
-        f"{drafted.text.longest_gap_s:.1f} s",
-        is_drafted=False,
+    notes = (
+        f"without drafts it loses {undrafted.text.took_s - scene.took_s:.1f} s; longest gap "
+        f"{drafted.text.longest_gap_s:.1f} s"
     )
+    yield row_of(scene, f"the link falls to {RATE_KBIT_S:g} kbit/s", drafted, notes, is_drafted=False)
 
 
 def posts_disordered(scene: Scene) -> Iterator[Row]:
@@ -236,18 +222,11 @@ def clock_jumps(scene: Scene) -> Iterator[Row]:
         yield row
 
 
-def agent_asleep(scene: Scene) -> Iterator[Row]:
-    """The laptop sleeps: the agent stops for a while."""
-    with running(scene) as (_, agent):
-        struck = strike(scene, agent, lambda: pause(agent.signal, ASLEEP_S))
-        yield row_of(scene, f"the agent is asleep for {ASLEEP_S:g} s", struck)
-
-
-def verifier_asleep(scene: Scene) -> Iterator[Row]:
-    """The only verifier stops for a while."""
+def asleep(scene: Scene, *, is_agent: bool) -> Iterator[Row]:
+    """The laptop sleeps: the agent stops for a while; or the only verifier does."""
     with running(scene) as ([cloud], agent):
-        struck = strike(scene, agent, lambda: pause(cloud.signal, ASLEEP_S))
-        yield row_of(scene, f"the verifier is asleep for {ASLEEP_S:g} s", struck)
+        struck = strike(scene, agent, partial(pause, (agent if is_agent else cloud).signal, ASLEEP_S))
+        yield row_of(scene, f"the {'agent' if is_agent else 'verifier'} is asleep for {ASLEEP_S:g} s", struck)
 
 
 FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
@@ -262,8 +241,8 @@ FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
     "link_throttled": link_throttled,
     "posts_disordered": posts_disordered,
     "clock_jumps": clock_jumps,
-    "agent_asleep": agent_asleep,
-    "verifier_asleep": verifier_asleep,
+    "agent_asleep": partial(asleep, is_agent=True),
+    "verifier_asleep": partial(asleep, is_agent=False),
 }
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
 from bench.report import TO_JSON, figures_table, option, parser, write_json
-from bench.server_clock import ServerClock
+from bench.server_clock import engine_counts
 from bench.verifier import VERIFIER_OPTIONS, Verifier, verifier_of
 from rich.console import Console
 from rich.progress import Progress
@@ -268,10 +268,7 @@ def main() -> int:
     with open_lab(options.target or pair.target, draft, choice, cloud_options, verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console, verifier)
-        with ServerClock(lab.url) as clock:
-            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps") | clock.counters(
-                "hits", of="recent"
-            )
+        engine = engine_counts(lab.url, "preempted", "prefix_hit_tokens", "tree_steps", "hits")
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")
     is_held = show(console, counts)
     if idle := [

@@ -33,8 +33,8 @@ from typing import Any, Final
 
 from bench.beside import open_draft
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
-from bench.load_devices import Device, Order, Recorded, Session, run_sessions
-from bench.pairs import BUNDLE_OPTIONS, pair_of
+from bench.load_devices import Device, Recorded, Session, run_sessions
+from bench.pairs import BUNDLE_OPTIONS, make_requests, pair_of
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
 from rich.progress import Progress
@@ -43,10 +43,8 @@ from rich.table import Table
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import cloud_process
+from outrider.edge.results import GenerationRequest
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import load_prompts, target_dir
 
 CLOUD_ONLY, STREAM, VERIFY, AUTO = "cloud-only", "stream", "verify", "auto"
 JSON, LOGPROBS = "json", "logprobs"
@@ -178,7 +176,7 @@ class Subject:
 
     urls: Mapping[str, str]
     drafter: ModelDrafter
-    orders: Sequence[Order]
+    orders: Sequence[GenerationRequest]
     num_calls: int
     width: int
     rtt_ms: float
@@ -188,21 +186,20 @@ class Subject:
 
     def run(self, mode: str, count: int) -> list[Session]:
         """The first `count` orders at once."""
-        fields = FIELDS_OF.get(mode, {})
-        orders = [replace(order, fields=fields) for order in self.orders[:count]]
         devices: list[Device | None] = [None] * count
         if mode != CLOUD_ONLY:
             devices = [Device(self.recorded[mode == JSON, index], self.num_calls, self.width) for index in range(count)]
-        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], orders, devices, self.rtt_ms))
+        fields = FIELDS_OF.get(mode, {})
+        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], self.orders[:count], devices, self.rtt_ms, fields))
 
     def record(self, modes: Sequence[str]) -> None:
         """Takes the target's texts from a run without drafts, and drafts along them."""
         for is_json in {mode == JSON for mode in modes}:
-            orders = [replace(order, fields=FIELDS_OF[JSON]) for order in self.orders] if is_json else self.orders
-            sessions = asyncio.run(run_sessions(self.urls[SERVER_OF[CLOUD_ONLY]], orders, [None] * len(orders)))
+            url, nobody, fields = self.urls[SERVER_OF[CLOUD_ONLY]], [None] * len(self.orders), FIELDS_OF[JSON]
+            sessions = asyncio.run(run_sessions(url, self.orders, nobody, fields=fields if is_json else {}))
             for index, session in enumerate(sessions):
                 self.texts[is_json, index] = session.text
-                recorded = Recorded(self.drafter, orders[index], session.text, self.width)
+                recorded = Recorded(self.drafter, self.orders[index], session.text, self.width)
                 self.recorded[is_json, index] = recorded
                 recorded.record(self.num_calls)
 
@@ -238,13 +235,9 @@ def measure(
     return cells, num_late
 
 
-def make_orders(count: int, max_tokens: int, temperature: float) -> list[Order]:
+def make_orders(options: argparse.Namespace, count: int) -> list[GenerationRequest]:
     """Held-out prompts, each with its own seed."""
-    tokenizer = Tokenizer.from_dir(target_dir())
-    return [
-        Order(tuple(tokenizer.encode(prompt.text)[:CONTEXT]), SamplingParams(temperature, seed=seed), max_tokens)
-        for seed, prompt in enumerate(load_prompts(count))
-    ]
+    return [replace(each, prompt=each.prompt[:CONTEXT]) for each in make_requests(options, count)]
 
 
 @contextmanager
@@ -252,7 +245,7 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
     """Starts a verifier per policy, all on one core; this process stays on another."""
     cores, most = plan_cores(options.cores), max(options.sessions)
     policies = sorted({SERVER_OF[mode] for mode in (*options.modes, CLOUD_ONLY)})
-    orders = make_orders(most, options.max_tokens, options.temperature)
+    orders = make_orders(options, most)
     urls: dict[str, str] = {}
     with ExitStack() as stack:
         if options.emulate:

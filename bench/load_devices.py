@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from bench.bare_http import Wire
@@ -22,8 +23,8 @@ from outrider.edge.drafting.depth import DepthController, DraftPlan
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.modes.stream import tree_message
+from outrider.edge.results import GenerationRequest
 from outrider.models.errors import CloudError
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 LEAST_REACH: Final = 5e-4
@@ -32,26 +33,15 @@ MAX_DEPTH: Final = 64
 MAX_SENT: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """One session: its prompt, its sampling, its length. fields: more of its body."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """Of POST /v1/sessions."""
-        return {
-            "prompt": list(self.prompt),
-            "max_tokens": self.max_tokens,
-            "temperature": self.params.temperature,
-            "seed": self.params.seed,
-            "ignore_eos": True,
-            **self.fields,
-        }
+def body_of(request: GenerationRequest) -> dict[str, Any]:
+    """Of POST /v1/sessions."""
+    return {
+        "prompt": list(request.prompt),
+        "max_tokens": request.max_tokens,
+        "temperature": request.params.temperature,
+        "seed": request.params.seed,
+        "ignore_eos": True,
+    }
 
 
 class Guesser(Protocol):
@@ -64,7 +54,7 @@ class Guesser(Protocol):
 class Recorded:
     """The draft's guesses along one text, which may grow, and off it. One runtime serves all texts."""
 
-    def __init__(self, drafter: ModelDrafter, order: Order, text: Sequence[int], width: int) -> None:
+    def __init__(self, drafter: ModelDrafter, order: GenerationRequest, text: Sequence[int], width: int) -> None:
         self._drafter, self._order, self._text, self._width = drafter, order, text, width
         self._found: dict[tuple[int, tuple[int, ...]], list[Guess]] = {}
         self.num_drafted = 0
@@ -158,17 +148,24 @@ class Session:
 
 
 async def run_sessions(
-    url: str, orders: Sequence[Order], devices: Sequence[Device | None], rtt_ms: float = 0.0
+    url: str,
+    orders: Sequence[GenerationRequest],
+    devices: Sequence[Device | None],
+    rtt_ms: float = 0.0,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Session]:
-    """Runs all sessions at once; a device of None drafts nothing. rtt_ms: added to what a device's answer takes."""
-    return list(await asyncio.gather(*(_run(url, o, d, rtt_ms) for o, d in zip(orders, devices, strict=True))))
+    """Runs all sessions at once; a device of None drafts nothing. rtt_ms: added to what a device's answer takes.
+    fields: more of each body.
+    """
+    pairs = zip(orders, devices, strict=True)
+    return list(await asyncio.gather(*(_run(url, {**body_of(o), **fields}, d, rtt_ms) for o, d in pairs)))
 
 
-async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> Session:
+async def _run(url: str, body: Mapping[str, Any], device: Device | None, rtt_ms: float) -> Session:
     session, number = Session(), ""
     posts: set[asyncio.Task[None]] = set()
     async with Connection(url) as stream:
-        await stream.post("/v1/sessions", order.body)
+        await stream.post("/v1/sessions", body)
         async with Connection(url) as drafts:
             while (event := await stream.event()) is not None:
                 if event.get("type") == "open":
@@ -182,10 +179,10 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
                     if device is None:
                         continue
                     device.on_commit(event["base"], event["tokens"])
-                    body = device.answer()
-                    if body is not None:
+                    drafted = device.answer()
+                    if drafted is not None:
                         path = f"/v1/sessions/{number}/drafts"
-                        post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, body))
+                        post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, drafted))
                         posts.add(post)
             for post in posts:
                 if post.done():

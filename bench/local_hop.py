@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -42,7 +42,7 @@ from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, Lab, network, open_lab
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent
-from outrider.edge.results import GenerationRequest, Mode, TokenBatch
+from outrider.edge.results import GenerationRequest, Mode
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
 from outrider.models.http.answer_text import TextAssembler, TextStyle
@@ -55,44 +55,21 @@ WAYS: Final = (CLOUD_ONLY, DIRECT, SERVED)
 OVER_DIRECT, OVER_CLOUD_ONLY = 0.98, 0.97
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One text as the caller sees it. first_s, total_s: from the call until text comes, and until the end."""
-
-    text: str
-    first_s: float
-    total_s: float
-    num_accepted: int
-
-
-Ask = Callable[[GenerationRequest], Awaitable[Call]]
-
-
-@dataclass(slots=True)
-class Way:
-    """One way at one round trip, a value per run. first_ms: mean time to the first text."""
-
-    rates: list[float] = field(default_factory=list)
-    first_ms: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)  # drafted tokens per token of the text
-    num_different: int = 0
+Ask = Callable[[GenerationRequest], Awaitable[tuple[str, float]]]
+"""Returns the text, and the seconds from the call until its end."""
 
 
 @dataclass(slots=True)
 class Place:
-    """One round trip."""
+    """One round trip. rates: tokens/s of each way's runs. num_different: texts that differ from cloud-only's."""
 
     rtt_ms: float
-    ways: dict[str, Way] = field(default_factory=lambda: {name: Way() for name in WAYS})
+    rates: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WAYS})
+    num_different: int = 0
 
     def over(self, name: str, base: str) -> list[float]:
         """Ratios of the runs' rates."""
-        return [a / b for a, b in zip(self.ways[name].rates, self.ways[base].rates, strict=True)]
-
-    @property
-    def num_different(self) -> int:
-        """Texts that differ from cloud-only's."""
-        return sum(way.num_different for way in self.ways.values())
+        return [a / b for a, b in zip(self.rates[name], self.rates[base], strict=True)]
 
 
 # -- the ways ----------------------------------------------------------------------------------------------------------
@@ -101,22 +78,12 @@ class Place:
 def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
     """The agent in this process; its commits become text as they arrive."""
 
-    async def ask(request: GenerationRequest) -> Call:
+    async def ask(request: GenerationRequest) -> tuple[str, float]:
         assembler = TextAssembler(tokenizer.detokenizer(context=request.prompt), TextStyle())
-        pieces: list[str] = []
-        began = time.perf_counter()
-        first_s = 0.0
-
-        def on_tokens(batch: TokenBatch) -> None:
-            nonlocal first_s
-            if (piece := assembler.push(batch.tokens)) and not pieces:
-                first_s = time.perf_counter() - began
-            if piece:
-                pieces.append(piece)
-
-        result = await agent.generate(request, on_tokens)
+        pieces, began = list[str](), time.perf_counter()
+        await agent.generate(request, lambda batch: pieces.append(assembler.push(batch.tokens)))
         pieces.append(assembler.finish())
-        return Call("".join(pieces), first_s, time.perf_counter() - began, result.num_accepted)
+        return "".join(pieces), time.perf_counter() - began
 
     return ask
 
@@ -124,7 +91,7 @@ def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
 def ask_endpoint(url: str, tokenizer: Tokenizer) -> Ask:
     """A streamed completion of the local endpoint."""
 
-    async def ask(request: GenerationRequest) -> Call:
+    async def ask(request: GenerationRequest) -> tuple[str, float]:
         body = {
             "prompt": tokenizer.decode(request.prompt),
             "max_tokens": request.max_tokens,
@@ -132,24 +99,15 @@ def ask_endpoint(url: str, tokenizer: Tokenizer) -> Ask:
             "seed": request.params.seed,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
-        pieces: list[str] = []
-        first_s, num_accepted = 0.0, 0
-        began = time.perf_counter()
+        pieces, began = list[str](), time.perf_counter()
         async with Wire(url) as wire:
             await wire.post("/v1/completions", body)
             while (event := await wire.event()) is not None:
                 if "error" in event:
                     raise SystemExit(f"the endpoint's stream ended with an error: {event['error']}")
-                piece = "".join(choice["text"] for choice in event["choices"])
-                if piece and not pieces:
-                    first_s = time.perf_counter() - began
-                pieces.append(piece)
-                if (usage := event.get("usage")) is not None:
-                    num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
-            total_s = time.perf_counter() - began
-        return Call("".join(pieces), first_s, total_s, num_accepted)
+                pieces += (choice["text"] for choice in event["choices"])
+            return "".join(pieces), time.perf_counter() - began
 
     return ask
 
@@ -204,16 +162,13 @@ async def measure(
 
 
 async def _run(place: Place, ways: Mapping[str, Ask], requests: Sequence[GenerationRequest], index: int) -> None:
-    calls: dict[str, list[Call]] = {name: [] for name in ways}
+    found: dict[str, list[tuple[str, float]]] = {name: [] for name in ways}
     for name, request in in_turn(list(ways), requests, index):
-        calls[name].append(await ways[name](request))
+        found[name].append(await ways[name](request))
     num_tokens = sum(request.max_tokens for request in requests)
-    for name, found in calls.items():
-        way = place.ways[name]
-        way.rates.append(num_tokens / sum(call.total_s for call in found))
-        way.first_ms.append(1e3 * sum(call.first_s for call in found) / len(found))
-        way.accepted.append(sum(call.num_accepted for call in found) / num_tokens)
-        way.num_different += sum(a.text != b.text for a, b in zip(found, calls[CLOUD_ONLY], strict=True))
+    for name, texts in found.items():
+        place.rates[name].append(num_tokens / sum(total_s for _, total_s in texts))
+        place.num_different += sum(a != b for (a, _), (b, _) in zip(texts, found[CLOUD_ONLY], strict=True))
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -234,25 +189,17 @@ def misses(place: Place) -> list[str]:
 
 def show(console: Console, places: Sequence[Place]) -> None:
     """Prints the table."""
-    ratios = ("direct", "served", "served/direct", "first token ms: cloud-only", "direct", "served")
-    names = ("RTT ms", "cloud-only tok/s", *ratios, "accepted: direct", "served", "texts")
+    names = ("RTT ms", "cloud-only tok/s", "direct", "served", "served/direct", "texts")
     table = figures_table("tokens/s, prompt included; medians of the runs (lowest run)", *names)
     for place in places:
-        ways = place.ways
+        ratios = [place.over(*pair) for pair in ((DIRECT, CLOUD_ONLY), (SERVED, CLOUD_ONLY), (SERVED, DIRECT))]
         table.add_row(
             f"{place.rtt_ms:g}",
-            f"{median(ways[CLOUD_ONLY].rates):.1f}",
-            *(f"{_with_lowest(place.over(name, CLOUD_ONLY))}x" for name in (DIRECT, SERVED)),
-            f"[bold]{_with_lowest(place.over(SERVED, DIRECT))}[/bold]",
-            *(f"{median(ways[name].first_ms):.1f}" for name in WAYS),
-            *(f"{median(ways[name].accepted):.3f}" for name in (DIRECT, SERVED)),
+            f"{median(place.rates[CLOUD_ONLY]):.1f}",
+            *(f"{median(runs):.3f} ({min(runs):.3f})" for runs in ratios),
             "DIFFERENT" if place.num_different else "equal",
         )
     console.print(table)
-
-
-def _with_lowest(ratios: Sequence[float]) -> str:
-    return f"{median(ratios):.3f} ({min(ratios):.3f})"
 
 
 def main() -> int:
@@ -279,18 +226,18 @@ def main() -> int:
         places = asyncio.run(measure(lab, pair.draft, options.rtt_ms, texts, lambda: progress.advance(task)))
     show(console, places)
     missed = [miss for place in places for miss in misses(place)]
-    facts = {"widen_mb": options.widen, "temperature": options.temperature}
     found = [
         {
             "rtt_ms": place.rtt_ms,
             "served_over_direct": median(place.over(SERVED, DIRECT)),
             "served_over_cloud_only": median(place.over(SERVED, CLOUD_ONLY)),
             "direct_over_cloud_only": median(place.over(DIRECT, CLOUD_ONLY)),
-            "ways": {name: asdict(way) for name, way in place.ways.items()},
+            "rates": place.rates,
+            "num_different": place.num_different,
         }
         for place in places
     ]
-    return verdict(console, missed, options.json, {**facts, "round_trips": found})
+    return verdict(console, missed, options.json, {"widen_mb": options.widen, "round_trips": found})
 
 
 if __name__ == "__main__":

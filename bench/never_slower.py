@@ -18,7 +18,7 @@ Exits 1 when a bound is missed: 0.97 of cloud-only everywhere; tree 1.5 at 10 ms
 at 25 ms, 1.15 at 50 ms, 1.10 at 100 ms; tree and path 0.9 of computed; every text the same. The goals against `beside`
 are 0.97 at 10 ms and 0.95 at 25 ms: reported, no bound.
 
-    python -m bench.never_slower [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--trace] [--json PATH]
+    python -m bench.never_slower [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--json PATH]
 
 On a busy machine, `--emulate STEP_MS EXTRA_MS DRAFT_MS` measures the protocol alone: steps and drafts that take exactly
 these times without using the processor, with ranks and gaps like the reference pair's (`bench.emulated`).
@@ -235,7 +235,7 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
 def show_traffic(console: Console, places: Sequence[Place]) -> None:
     """What each mode sends, drafts and verifies, per token."""
     names = ("RTT ms", "mode", "bytes up", "of drafts", "bytes down", "posts", "drafted", "sent", "verified", "passes")
-    table = figures_table("per token (bytes of bodies)", *names, "hits by rank", left=("mode", "hits by rank"))
+    table = figures_table("per token (bytes of bodies)", *names, left=("mode",))
     for place in places:
         opening = place.cells[CLOUD_ONLY].traffic["bytes_up"]
         for name, cell in place.cells.items():
@@ -245,27 +245,6 @@ def show_traffic(console: Console, places: Sequence[Place]) -> None:
                 name,
                 *(f"{count:.1f}" for count in (t["bytes_up"], t["bytes_up"] - opening, t["bytes_down"])),
                 *(f"{t[name]:.2f}" for name in ("posts", "drafted", "sent", "verified", "passes")),
-                " ".join(f"{rank}: {share:.3f}" for rank, share in cell.hits.items()),
-            )
-    console.print(table)
-
-
-def show_trace(console: Console, places: Sequence[Place]) -> None:
-    """Where a token's time goes in each mode: all in ms per token, prefill included."""
-    names = ("RTT ms", "mode", "total", "model", "engine", "waiting", "other", "passes", "ms/step", "verified/pass")
-    table = figures_table("Time per token, ms", *names, left=("mode",))
-    for place in places:
-        for name, cell in place.cells.items():
-            t, num_tokens = cell.times, cell.num_tokens
-            total_s = sum(text.arrival_s[-1] for text in cell.texts)
-            parts_s = (t.model_seconds, t.overhead_seconds, t.waited_seconds)
-            table.add_row(
-                f"{place.rtt_ms:g}",
-                name,
-                *(f"{1e3 * s / num_tokens:.1f}" for s in (total_s, *parts_s, total_s - sum(parts_s))),
-                f"{cell.passes_per_token:.2f}",
-                f"{1e3 * t.model_seconds / max(1.0, t.steps):.1f}",
-                f"{t.proposed / max(1.0, t.passes):.2f}",
             )
     console.print(table)
 
@@ -297,7 +276,7 @@ def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, 
                         "tokens_per_s": cell.rates,
                         "ms_per_token": cell.ms_per_token,
                         "acceptance": cell.acceptance,
-                        "per_token": {**cell.traffic, "hits": cell.hits},
+                        "per_token": cell.traffic,
                         "num_different": cell.num_different,
                         "server": asdict(cell.times),
                     }
@@ -315,7 +294,6 @@ def main(given: Sequence[str] | None = None) -> int:
         "--rtt-ms": option([0.0, 10.0, 25.0, 50.0, 100.0, 200.0]),
         "--runs": option(5),
         "--leave-out": {"nargs": "*", "choices": OPTIONAL, "default": [], "help": "is not measured, to save time"},
-        "--trace": option(False, "show where each mode's time goes"),
     }
     options = parser(__doc__, {**PAIR_OPTIONS, **runs, **TO_JSON}).parse_args(given)
     console = Console(width=None if sys.stdout.isatty() else 190)
@@ -333,8 +311,6 @@ def main(given: Sequence[str] | None = None) -> int:
     show(console, comparisons)
     show_yardstick(console, measured, comparisons)
     show_traffic(console, measured.places)
-    if options.trace:
-        show_trace(console, measured.places)
     for line in (line for found in comparisons for line in goals(found)):
         console.print(line, highlight=False)
     missed = [miss for found in comparisons for miss in misses(found)]

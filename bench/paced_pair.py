@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from bench.beside import open_draft, target_options
-from bench.emulated import serve
+from bench.emulated import Emulation, app_of, serve
 from bench.report import option, parser
 from numpy.typing import NDArray
 
@@ -31,15 +31,6 @@ from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
 Logits = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Times in ms. A step takes step + extra for each token after the first; a draft call takes draft."""
-
-    step: float
-    extra: float
-    draft: float
 
 
 class Paced:
@@ -70,8 +61,8 @@ class Paced:
 
 
 @contextmanager
-def open_paced(pair: PairPaths, pace: Pace) -> Iterator[tuple[str, ModelDrafter]]:
-    """The verifier's process over the pair's target, as its URL, and the pair's draft in this process."""
+def open_paced(pair: PairPaths, pace: Emulation) -> Iterator[tuple[str, ModelDrafter]]:
+    """The verifier's process over the pair's target, as its URL, and the pair's draft in this process. pace: times."""
     times = ["--step-ms", str(pace.step), "--extra-ms", str(pace.extra)]
     with child_process(["-m", "bench.paced_pair", str(pair.target), *times], ready_prefix=READY_PREFIX) as url:
         runtime, num_ids = open_draft(pair.draft)
@@ -96,7 +87,7 @@ def main() -> None:
     runtime_options = replace(target_options(bundle), num_threads=1)
     inner = open_batch_runtime(bundle.manifest.runtime, bundle.model_file, runtime_options)
     target = Paced(inner, options.step_ms, options.extra_ms)
-    serve(cast(BatchRuntime, target), EngineConfig(looks_up=True))
+    serve(app_of(cast(BatchRuntime, target), EngineConfig(looks_up=True)))
 
 
 if __name__ == "__main__":

@@ -28,14 +28,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from bench.peer_engines import PROPERTIES, own_output
+from bench.peer_engines import PROPERTIES
+from bench.processes import free_port, is_healthy
 from bench.report import option, parser
 
 from outrider.models.ingress.sockets import READY_PREFIX
@@ -239,9 +240,7 @@ def onnxruntime_genai(peer: Peer, stack: ExitStack) -> Write:
 
 def llama_cpp(peer: Peer, stack: ExitStack) -> Write:
     """`llama-server` as a child of this process, so that it is stopped with it; its stream is passed on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = [os.environ[LLAMA_SERVER], "--model", str(peer.target), "--port", str(port), "--parallel", "1"]
     server += ["--threads", str(peer.threads), "--ctx-size", str(_CONTEXT), "--no-webui"]
     server += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
@@ -252,10 +251,8 @@ def llama_cpp(peer: Peer, stack: ExitStack) -> Write:
     running = subprocess.Popen(server, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     stack.callback(running.wait)
     stack.callback(running.kill)
-    while not _is_healthy(port):
-        if running.poll() is not None:
-            raise RuntimeError(f"`{' '.join(server)}` ended with {running.returncode}")
-        time.sleep(0.2)
+    if not is_healthy(f"http://127.0.0.1:{port}/health", running):
+        raise RuntimeError(f"`{' '.join(server)}` ended with {running.returncode}")
 
     def write(asked: Asked, emit: Emit) -> Counts:
         question = {
@@ -286,15 +283,6 @@ def llama_cpp(peer: Peer, stack: ExitStack) -> Write:
         return Counts(asked.max_tokens - accepted, told["timings"].get("draft_n", 0), accepted)
 
     return write
-
-
-def _is_healthy(port: int) -> bool:
-    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:  # it does not listen yet
-            return False
 
 
 def vllm(peer: Peer, stack: ExitStack) -> Write:
@@ -365,6 +353,14 @@ def answer(opens: Callable[[], Write], questions: TextIO, answers: TextIO) -> No
             tell(error=f"{type(error).__name__}: {error}")
         else:
             tell(counts=asdict(counts))
+
+
+@contextmanager
+def own_output() -> Iterator[TextIO]:
+    """Standard output for answers; what libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        yield answers
 
 
 def main() -> None:

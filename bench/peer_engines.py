@@ -1,6 +1,4 @@
-"""Runs one engine in this process, for `bench.peers`: batches come as JSON lines on standard input, figures go back.
-
-    PYTHON -m bench.peer_engines {embedded,openvino_genai} TARGET --threads N --max-tokens N ...
+"""Opens the engines of `bench.peers`, each in the process that calls it; they generate batches.
 
 `embedded` is our engine without HTTP and without drafts; `openvino_genai` is its continuous batching. Both are compiled
 with the same properties: f32 arithmetic, an f32 KV cache, the same threads. Both run the same token budget per step.
@@ -9,26 +7,16 @@ with the same properties: f32 arithmetic, an f32 KV cache, the same threads. Bot
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final
 
-from bench.processes import PausedProcess
-from bench.report import option, parser
 from tests.requests import flat_request
 
-from outrider.edge.lab.cores import Cores
-from outrider.models.errors import RuntimeUnavailable
-
-READY: Final = "PEER_READY "
 STEP_TOKENS: Final = 256
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """The environment of every contestant (glibc 2.35 or newer; others ignore it). In pages of 4 kB, steps of two processes
@@ -58,15 +46,11 @@ class Done:
     first token: num_before tokens had come by then, before_s seconds after the submission.
     """
 
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[object, ...]
+    num_tokens: int
     took_s: float
     before_s: float
-    num_before: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all texts."""
-        return sum(map(len, self.texts))
+    num_before: float
 
     @property
     def rate(self) -> float:
@@ -113,7 +97,7 @@ def embedded(target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
         while engine.has_work:
             engine.step()
         took_s = time.perf_counter() - began_s
-        return Done(tuple(map(tuple, texts)), took_s, before_s, num_before)
+        return Done(tuple(map(tuple, texts)), sum(map(len, texts)), took_s, before_s, num_before)
 
     try:
         yield run
@@ -183,77 +167,6 @@ def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]
                 pipeline.step()
             took_s = time.perf_counter() - began_s
             read()
-            return Done(tuple(map(tuple, texts)), took_s, before_s, num_before)
+            return Done(tuple(map(tuple, texts)), sum(map(len, texts)), took_s, before_s, num_before)
 
         yield run
-
-
-KINDS: Final = {"embedded": embedded, "openvino_genai": openvino_genai}
-
-
-def serve(answer: Callable[[Any], Any], questions: TextIO, answers: TextIO) -> None:
-    """Says that it is ready, and answers each line of JSON with one, until the input ends."""
-    print(READY, file=answers, flush=True)
-    for line in questions:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
-
-
-@contextmanager
-def own_output() -> Iterator[TextIO]:
-    """Standard output for answers; what libraries print goes to standard error."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-        yield answers
-
-
-def answered(run: Run, given: Any) -> dict[str, Any]:
-    """The figures of a batch, for `serve`."""
-    return asdict(run(Batch(tuple(map(tuple, given["prompts"])), given["max_tokens"])))
-
-
-class EngineProcess(PausedProcess):
-    """A command that serves JSON lines so, stopped while it has no turn. Raises RuntimeUnavailable where it ends."""
-
-    def __init__(self, name: str, command: Sequence[str], cores: Cores = None) -> None:
-        self.name, pipe = name, subprocess.PIPE
-        super().__init__([sys.executable, *command], cores, stdin=pipe, stdout=pipe, env=os.environ | HUGE_PAGES)
-        self._expect(READY)
-        self.pause()
-
-    def ask(self, question: Any) -> Any:
-        """Sends it and waits for the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self._expect("{"))
-
-    def run(self, batch: Batch) -> Done:
-        """A batch, where that is what it serves."""
-        given = self.ask(asdict(batch))
-        return Done(**given | {"texts": tuple(map(tuple, given["texts"]))})
-
-    def _expect(self, start: str) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.startswith(start):
-            raise RuntimeUnavailable(f"{self.name} ended; its last lines are above")
-        return line
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    """The command."""
-    options = parser(
-        __doc__,
-        {
-            "kind": {"choices": tuple(KINDS)},
-            "target": {"type": Path},
-            "--threads": option(1),
-            "--blocks": option(512, "of the KV cache"),
-        },
-    ).parse_args(given)
-    with own_output() as answers, KINDS[options.kind](options.target, options.threads, options.blocks) as run:
-        serve(partial(answered, run), sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()

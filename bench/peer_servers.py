@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from bench.bare_http import Wire
-from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch
-from bench.processes import PausedProcess, source_path
+from bench.peer_engines import STEP_TOKENS, Batch, Done, Run
+from bench.processes import end_group, free_port, is_healthy, source_path, start_group, turn_of
 
 from outrider.models.errors import RuntimeUnavailable
 
 MODEL: Final = "target"
 MAX_RUNNING: Final = 16
-_START_S: Final = 600.0
-_POLL_S: Final = 0.5
 _DATA: Final = b"data: "
 
 
@@ -37,81 +33,50 @@ class StreamedText:
     arrival_s: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """A batch of them."""
-
-    texts: tuple[StreamedText, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all texts, as the server counts them."""
-        return sum(each.num_tokens for each in self.texts)
-
-    @property
-    def rate(self) -> float:
-        """Tokens/s, prompts included."""
-        return self.num_tokens / max(each.arrival_s[-1] for each in self.texts)
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens/s of the rest, once every text has begun. A text's tokens are spread evenly over its chunks."""
-        begun_s = max(each.arrival_s[0] for each in self.texts)
-        left = sum(
-            each.num_tokens * sum(at > begun_s for at in each.arrival_s) / len(each.arrival_s) for each in self.texts
-        )
-        return left / (max(each.arrival_s[-1] for each in self.texts) - begun_s)
+def done_of(texts: Sequence[StreamedText]) -> Done:
+    """Of a batch. A text's tokens are spread evenly over its chunks."""
+    begun_s = max(each.arrival_s[0] for each in texts)
+    before = (each.num_tokens * sum(at <= begun_s for at in each.arrival_s) / len(each.arrival_s) for each in texts)
+    took_s, num_tokens = max(each.arrival_s[-1] for each in texts), sum(each.num_tokens for each in texts)
+    return Done(tuple(each.text for each in texts), num_tokens, took_s, begun_s, sum(before))
 
 
-class Server(PausedProcess):
-    """An HTTP server in a process group of its own. health: answers 200 once it is ready."""
+@contextmanager
+def _serving(arguments: Sequence[str], log: Path, more: Mapping[str, str], health: str) -> Iterator[Run]:
+    """A server in a process group of its own, stopped while it has no turn. health: answers 200 once it is ready.
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path, more: Mapping[str, str], health: str) -> None:
-        """Starts it; returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends."""
-        self.name, self.health = name, health
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        with log.open("w") as lines:
-            super().__init__(
-                [*arguments, "--port", str(self.port)],
-                env={**os.environ, **HUGE_PAGES, **more},
-                stdin=subprocess.DEVNULL,
-                stdout=lines,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            self._wait(log)
-        except BaseException:
-            self.close()
-            raise
+    Raises RuntimeUnavailable with its last lines where it ends before that.
+    """
+    port, environment = free_port(), {**os.environ, **more}
+    with log.open("w") as lines:
+        nothing, err = subprocess.DEVNULL, subprocess.STDOUT
+        command = [*arguments, "--port", str(port)]
+        process = start_group(command, env=environment, stdin=nothing, stdout=lines, stderr=err)
 
-    def _wait(self, log: Path) -> None:
-        deadline_s = time.monotonic() + _START_S
-        with httpx.Client(trust_env=False) as client:
-            while self.process.poll() is None and time.monotonic() < deadline_s:
-                try:
-                    if client.get(f"http://127.0.0.1:{self.port}{self.health}").status_code == 200:
-                        return
-                except httpx.HTTPError:
-                    pass  # it does not listen yet
-                time.sleep(_POLL_S)
-        raise RuntimeUnavailable(f"{self.name} did not start: {log.read_text(errors='replace')[-1500:]}")
-
-    def run(self, batch: Batch) -> Streamed:
-        """All prompts at once."""
-        return asyncio.run(self._run(batch))
-
-    async def _run(self, batch: Batch) -> Streamed:
+    async def stream_all(batch: Batch) -> Done:
         began_s = time.perf_counter()
-        streams = (stream_text(self.port, _body(prompt, batch.max_tokens), began_s) for prompt in batch.prompts)
-        return Streamed(tuple(await asyncio.gather(*streams)))
+        streams = (stream_text(port, _body(prompt, batch.max_tokens), began_s) for prompt in batch.prompts)
+        return done_of(await asyncio.gather(*streams))
+
+    def run(batch: Batch) -> Done:
+        with turn_of(process.pid):
+            return asyncio.run(stream_all(batch))
+
+    try:
+        if not is_healthy(f"http://127.0.0.1:{port}{health}", process):
+            said = log.read_text(errors="replace")[-1500:]
+            raise RuntimeUnavailable(f"`{' '.join(command[1:4])}` did not start: {said}")
+        with turn_of(process.pid):
+            pass  # so that it is stopped
+        yield run
+    finally:
+        end_group(process)
 
 
 @contextmanager
 def open_servers(
     python: str, target: Path, place: Path, threads: int, kv_cache_mb: int, is_eager: bool
-) -> Iterator[tuple[Server, Server]]:
+) -> Iterator[tuple[Run, Run]]:
     """vLLM behind our API, and vLLM's own server, on all cores, with `threads` for the model.
 
     The server's own options stay at their defaults: ours runs steps in turn, vLLM's may schedule ahead.
@@ -131,13 +96,10 @@ def open_servers(
     peer += ["--host", "127.0.0.1", "--dtype", "float32", "--max-num-seqs", str(MAX_RUNNING)]
     peer += ["--max-num-batched-tokens", str(STEP_TOKENS), "--kv-cache-memory-bytes", str(kv_cache_mb << 20)]
     peer += ["--no-enable-prefix-caching", *(["--enforce-eager"] if is_eager else [])]
-    with ExitStack() as stack:
-        first = Server("outrider-cloud serve --engine vllm", ours, place / "ours.log", more, "/health/ready")
-        stack.callback(first.close)
-        first.pause()
-        second = Server("vLLM's own server", peer, place / "peer.log", more, "/health")
-        stack.callback(second.close)
-        second.pause()
+    with (
+        _serving(ours, place / "ours.log", more, "/health/ready") as first,
+        _serving(peer, place / "peer.log", more, "/health") as second,
+    ):
         yield first, second
 
 

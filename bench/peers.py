@@ -26,12 +26,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Protocol
+from typing import Final
 
-from bench.peer_engines import STEP_TOKENS, Batch, EngineProcess
-from bench.peer_servers import Streamed, open_servers
+from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch, Done, Run, embedded, openvino_genai
+from bench.peer_servers import open_servers
+from bench.processes import Remote, remote, turn_of
 from bench.report import TO_JSON, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
@@ -45,37 +47,6 @@ from outrider.reference import load_prompts, target_dir
 LEAST: Final = 0.95
 CONTEXT: Final = 96
 OURS, PEER = "ours", "peer"
-
-
-class Rates(Protocol):
-    """What one batch gave: tokens/s."""
-
-    @property
-    def rate(self) -> float:
-        """Prompts included."""
-
-    @property
-    def decode_rate(self) -> float:
-        """Once every text has begun."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all texts."""
-
-
-class Contestant(Protocol):
-    """What generates batches, in processes of its own, which are stopped while it has no turn."""
-
-    name: str
-
-    def run(self, batch: Batch) -> Rates:
-        """Blocking."""
-
-    def pause(self) -> None:
-        """Stops its processes."""
-
-    def go_on(self) -> None:
-        """Lets them run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,48 +82,44 @@ class Comparison:
         ]
 
 
-def compare(name: str, ours: Contestant, peer: Contestant, batch: Batch, num_runs: int) -> Comparison:
+def compare(name: str, ours: Run, peer: Run, batch: Batch, num_runs: int) -> Comparison:
     """Runs the batch with each in turn, in changing order, after one run that warms up."""
-    found: dict[str, list[Rates]] = {OURS: [], PEER: []}
-    contestants = {OURS: ours, PEER: peer}
+    found: dict[str, list[Done]] = {OURS: [], PEER: []}
+    runs, expected = {OURS: ours, PEER: peer}, len(batch.prompts) * batch.max_tokens
     for index in range(num_runs + 1):
-        for side in sorted(contestants, reverse=bool(index % 2)):
-            contestants[side].go_on()
-            done = contestants[side].run(batch)
-            contestants[side].pause()
-            expected = len(batch.prompts) * batch.max_tokens
+        for side in sorted(runs, reverse=bool(index % 2)):
+            done = runs[side](batch)
             if done.num_tokens != expected:
-                raise RuntimeUnavailable(f"{contestants[side].name} gave {done.num_tokens} tokens; expected {expected}")
+                raise RuntimeUnavailable(f"{name}: {side} gave {done.num_tokens} tokens; expected {expected}")
             if index:
                 found[side].append(done)
-    texts = [_texts(found[side][-1]) for side in (OURS, PEER)]
     return Comparison(
         name=name,
         ours=tuple(done.rate for done in found[OURS]),
         peer=tuple(done.rate for done in found[PEER]),
         ours_decode=tuple(done.decode_rate for done in found[OURS]),
         peer_decode=tuple(done.decode_rate for done in found[PEER]),
-        num_same=sum(a == b for a, b in zip(*texts, strict=True)),
+        num_same=sum(a == b for a, b in zip(found[OURS][-1].texts, found[PEER][-1].texts, strict=True)),
         num_texts=len(batch.prompts),
     )
 
 
-def _texts(done: Any) -> list[object]:
-    return [each.text if isinstance(done, Streamed) else each for each in done.texts]
-
-
 @contextmanager
-def open_engines(target: Path, threads: int, num_blocks: int) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """Our engine and openvino_genai, stopped."""
+def open_engines(target: Path, threads: int, num_blocks: int) -> Iterator[tuple[Run, Run]]:
+    """Our engine and openvino_genai, each stopped while it has no turn."""
+    cores = frozenset(sorted(os.sched_getaffinity(0))[:threads])
     with ExitStack() as stack:
-        both = []
-        for name, kind in (("our engine", "embedded"), ("openvino_genai", "openvino_genai")):
-            command = ["-m", "bench.peer_engines", kind, str(target), "--threads", str(threads)]
-            cores = frozenset(sorted(os.sched_getaffinity(0))[:threads])
-            process = EngineProcess(name, [*command, "--blocks", str(num_blocks)], cores)
-            stack.callback(process.close)
-            both.append(process)
-        yield both[0], both[1]
+        ours, peer = (
+            stack.enter_context(remote(partial(make, target, threads, num_blocks), cores))
+            for make in (embedded, openvino_genai)
+        )
+        yield partial(_in_turn, ours), partial(_in_turn, peer)
+
+
+def _in_turn(engine: Remote, batch: Batch) -> Done:
+    with turn_of(engine.pid):
+        done: Done = engine.call("__call__", batch)
+    return done
 
 
 def make_batch(sequences: int, max_tokens: int, context: int = CONTEXT) -> Batch:
@@ -200,6 +167,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = cli.parse_args(given)
     if options.only == "serving" and not options.vllm_python:
         cli.error("--only serving needs --vllm-python")
+    os.environ |= HUGE_PAGES  # of all processes that are started here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes would stay behind
     batch, console = make_batch(options.sequences, options.max_tokens), Console(width=130)
     comparisons: list[Comparison] = []

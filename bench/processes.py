@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -69,27 +72,83 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         process.stdout.close()
 
 
-class PausedProcess:
-    """A command in a process group of its own, which may be stopped for a while. options: of `Popen`."""
+def start_group(command: Sequence[str], cores: Cores = None, **options: Any) -> subprocess.Popen[str]:
+    """Starts a command in a process group of its own, for `turn_of` and `end_group`. options: of `Popen`."""
+    with running_on(cores):
+        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+    pass_niceness(process.pid)
+    return process
 
-    def __init__(self, command: Sequence[str], cores: Cores = None, **options: Any) -> None:
-        with running_on(cores):
-            self.process: subprocess.Popen[str] = subprocess.Popen(
-                command, text=True, start_new_session=True, **options
-            )
-        pass_niceness(self.process.pid)
 
-    def pause(self) -> None:
-        """Stops it."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
+@contextmanager
+def turn_of(pid: int) -> Iterator[None]:
+    """The process group that `pid` leads runs meanwhile, and is stopped then."""
+    os.killpg(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """Lets it run."""
-        os.killpg(self.process.pid, signal.SIGCONT)
 
-    def close(self) -> None:
-        """Ends it."""
-        end_group(self.process)
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """An object in a process that leads a group of its own."""
+
+    pipe: Connection
+    pid: int
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Calls a method of it, and waits for what it returns."""
+        self.pipe.send((name, arguments))
+        return self.pipe.recv()  # EOFError where the process failed; its traceback is on standard error
+
+
+@contextmanager
+def remote(make: Callable[[], AbstractContextManager[object]], cores: Cores = None) -> Iterator[Remote]:
+    """Makes the object in a process on `cores`; ends both. make: is sent there, so it can be pickled."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, make), daemon=True)
+    with running_on(cores):
+        process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_S):
+            raise TimeoutError(f"a process was not ready after {_START_S:g} s")
+        yield Remote(ours, ours.recv())
+    finally:
+        ours.close()
+        process.kill()  # also where it is stopped
+        process.join()
+
+
+def _answer(pipe: Connection, make: Callable[[], AbstractContextManager[object]]) -> None:
+    os.setsid()
+    pass_niceness(os.getpid())
+    with make() as found, suppress(EOFError, BrokenPipeError):  # the parent has closed its end
+        pipe.send(os.getpid())
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(getattr(found, name)(*arguments))
+
+
+def is_healthy(url: str, process: subprocess.Popen[Any]) -> bool:
+    """Waits until a server answers with 200 there; False where its process ends before that, or takes too long."""
+    deadline_s = time.monotonic() + _START_S
+    with httpx.Client(trust_env=False) as client:
+        while process.poll() is None and time.monotonic() < deadline_s:
+            with suppress(httpx.HTTPError):  # it does not listen yet
+                if client.get(url).status_code == 200:
+                    return True
+            time.sleep(0.2)
+    return False
+
+
+def free_port() -> int:
+    """One of loopback's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class Program:
@@ -113,7 +172,7 @@ class Program:
         self._arguments = [python, *arguments]
         self._cores, self._directory, self._limit_s = cores, directory, start_s
         self._environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(environment or {})}
-        self._running: PausedProcess | None = None
+        self._running: subprocess.Popen[str] | None = None
         self.log = log
         self.url = ""
         self.start_s = 0.0
@@ -127,13 +186,13 @@ class Program:
     def pid(self) -> int:
         """Of the process that runs."""
         assert self._running is not None, "it does not run"
-        return self._running.process.pid
+        return self._running.pid
 
     def start(self) -> None:
         """Returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends before that."""
         began_s = time.monotonic()
         with self.log.open("a") as errors:
-            self._running = PausedProcess(
+            self._running = start_group(
                 [*self._arguments, *(("--port", str(self.port)) if self.url else ())],
                 self._cores,
                 cwd=self._directory,
@@ -142,13 +201,12 @@ class Program:
                 stdout=subprocess.PIPE,
                 stderr=errors,
             )
-        process = self._running.process
-        assert process.stdout is not None
+        assert self._running.stdout is not None
         # Ends the loop below; the whole group, because a child of it would keep the pipe open.
         watchdog = threading.Timer(self._limit_s, self.signal, (signal.SIGKILL,))
         watchdog.start()
         try:
-            for line in process.stdout:
+            for line in self._running.stdout:
                 if line.startswith(READY_PREFIX):
                     self.url = line.removeprefix(READY_PREFIX).strip()
                     self.start_s = time.monotonic() - began_s
@@ -165,7 +223,7 @@ class Program:
     def kill(self) -> None:
         """Ends it at once, also where it is stopped; may be called twice."""
         if self._running is not None:
-            self._running.close()
+            end_group(self._running)
         self._running = None
 
     def said(self, since: int = 0) -> str:
@@ -267,11 +325,15 @@ def _message(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
+def metrics_of(url: str) -> dict[str, float]:
+    """What a server counts, by name; without what has labels. The local endpoint needs `--metrics`."""
+    text = httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text
+    lines = (line.split() for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
+    return {name: float(value) for name, value in lines}
+
+
 def device_counts(url: str) -> dict[str, float]:
-    """The local endpoint's counters, by name without prefix and suffix; it needs `--metrics`."""
-    counts = {}
-    for line in httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text.splitlines():
-        name, _, value = line.partition(" ")
-        if name.startswith("outrider_device_") and name.endswith("_total"):
-            counts[name.removeprefix("outrider_device_").removesuffix("_total")] = float(value)
-    return counts
+    """The local endpoint's counters, by name without prefix and suffix."""
+    prefix, suffix = "outrider_device_", "_total"
+    found = ((name.removeprefix(prefix), value) for name, value in metrics_of(url).items() if name.startswith(prefix))
+    return {name.removesuffix(suffix): value for name, value in found if name.endswith(suffix)}

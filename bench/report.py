@@ -33,16 +33,11 @@ def option(default: Any = None, help: str | None = None, **more: Any) -> dict[st
 TO_JSON: Final[Options] = {"--json": option(type=Path, help="also write the figures here")}
 
 
-def add_options(cli: argparse.ArgumentParser, options: Options) -> None:
-    """Adds all of them."""
-    for name, arguments in options.items():
-        cli.add_argument(name, **arguments)
-
-
 def parser(doc: str | None, options: Options) -> argparse.ArgumentParser:
     """A command with these options. doc: its module's text."""
     cli = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(cli, options)
+    for name, arguments in options.items():
+        cli.add_argument(name, **arguments)
     return cli
 
 

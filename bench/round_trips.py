@@ -7,7 +7,6 @@ beside the target.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from statistics import fmean, median
 from typing import Final, TypeVar
 
 from bench.beside import Beside, Stop, Written
-from bench.server_clock import ServerClock, ServerTimes
+from bench.server_clock import ServerTimes, read_times
 from tests.always_wrong import AlwaysWrongDrafter
 
 from outrider.edge.drafting.depth import CostModelDepth
@@ -90,41 +89,21 @@ class Cell:
         return sum(text.num_accepted for text in self.texts) / max(1, sum(text.num_tested for text in self.texts))
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(len(text.tokens) for text in self.texts)
-
-    def per_token(self, count: Callable[[GenerationResult], float]) -> float:
-        """A count over all texts, per token."""
-        return sum(map(count, self.texts)) / self.num_tokens
-
-    @property
-    def passes_per_token(self) -> float:
-        """Target passes per token."""
-        return self.per_token(lambda text: text.num_passes)
-
-    @property
     def traffic(self) -> dict[str, float]:
         """What the mode sent and drafted, per token. bytes: of bodies, prompt included. drafted: positions at which the
         draft guessed. sent, verified: guesses.
         """
-        return {
-            "bytes_up": self.per_token(lambda text: text.wire.body_up),
-            "bytes_down": self.per_token(lambda text: text.wire.body_down),
-            "posts": self.per_token(lambda text: text.num_posts),
-            "drafted": self.per_token(lambda text: text.num_drafted),
-            "sent": self.per_token(lambda text: text.num_sent),
-            "verified": self.times.proposed / self.num_tokens,
-            "passes": self.passes_per_token,
+        texts, num_tokens = self.texts, sum(len(text.tokens) for text in self.texts)
+        totals = {
+            "bytes_up": sum(text.wire.body_up for text in texts),
+            "bytes_down": sum(text.wire.body_down for text in texts),
+            "posts": sum(text.num_posts for text in texts),
+            "drafted": sum(text.num_drafted for text in texts),
+            "sent": sum(text.num_sent for text in texts),
+            "verified": self.times.proposed,
+            "passes": sum(text.num_passes for text in texts),
         }
-
-    @property
-    def hits(self) -> dict[int, float]:
-        """Share of tokens that the device had guessed, by rank (8: prompt lookup's)."""
-        hits: Counter[int] = Counter()
-        for text in self.texts:
-            hits.update(text.hits)
-        return {rank: count / self.num_tokens for rank, count in sorted(hits.items())}
+        return {name: total / num_tokens for name, total in totals.items()}
 
 
 @dataclass(slots=True)
@@ -290,10 +269,6 @@ async def measure(
     OPTIONAL.
     """
     async with AsyncExitStack() as stack:
-        clock = stack.enter_context(ServerClock(subject.url))
-        clocks = {}
-        if subject.lookup_url is not None:
-            clocks[LOOKUP] = stack.enter_context(ServerClock(subject.lookup_url))
         places = [await open_place(subject, rtt_ms, stack, left_out) for rtt_ms in rtts_ms]
         for place in places:  # warms up connections, and the estimates that agents keep between texts
             for mode in place.modes.values():
@@ -305,7 +280,7 @@ async def measure(
             written = await asyncio.to_thread(yardstick.run, requests) if yardstick is not None else []
             plain = []
             for place in places:
-                plain = await run_once(place, requests, clock, clocks, index)
+                plain = await run_once(place, requests, subject, index)
                 on_run()
             if yardstick is not None:
                 yardstick.compare(fmean(place.cells[CLOUD_ONLY].rates[-1] for place in places))
@@ -323,19 +298,15 @@ def _ranks(beside: Beside, requests: Sequence[GenerationRequest], place: Place) 
 
 
 async def run_once(
-    place: Place,
-    requests: Sequence[GenerationRequest],
-    clock: ServerClock,
-    clocks: dict[str, ServerClock],
-    index: int,
+    place: Place, requests: Sequence[GenerationRequest], subject: Subject, index: int
 ) -> list[GenerationResult]:
-    """One run at one round trip; returns cloud-only's texts. clocks: of modes that have a verifier of their own."""
+    """One run at one round trip; returns cloud-only's texts."""
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
     for name, request in in_turn(list(place.modes), requests, index):
-        reader = clocks.get(name, clock)
-        before = reader.read()
+        url = subject.lookup_url if name == LOOKUP and subject.lookup_url else subject.url
+        before = read_times(url)
         texts[name].append(await place.modes[name].generate(request))
-        place.cells[name].times += reader.read() - before
+        place.cells[name].times += read_times(url) - before
     for name, found in texts.items():
         cell = place.cells[name]
         cell.texts += found

@@ -14,26 +14,19 @@ model runs then) and of what follows, up to the picks on the host; and the sum o
                    of 1,024 tokens, typical-p, XTC; top-k, top-p and min-p
   logprobs         plain, with the 20 likeliest tokens
 
-    python -m bench.row_choice [--repo DIR] [--threads 2] [--runs 15] [--exponents 1.2 1.6 2.5] [--json PATH]
+    python -m bench.row_choice [--threads 2] [--runs 15] [--json PATH]
 
---repo: another worktree, whose `pick_rows` a process of its own times in the same turns, on the same logits. Exits 1
-where json, every processor or logprobs take more than 1.5 times plain, or 160 rows with top-p are not five times as
-fast as there.
+Exits 1 where json, every processor or logprobs take more than 1.5 times plain.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
@@ -64,7 +57,8 @@ MANY_ROWS: Final = 160
 TEXT: Final = 1024
 CPU: Final = torch.device("cpu")
 MAX_OVER_PLAIN: Final = 1.5
-LEAST_GAIN: Final = 5.0
+EXPONENTS: Final = (1.2, 1.6, 2.5)
+"""Of the rows, in turns: how steep they fall."""
 BOUNDED: Final = ("json", "every processor", "logprobs")
 PLAIN: Final = SamplingParams(0.8)
 TOP_P: Final = SamplingParams(0.8, top_p=0.9)
@@ -148,58 +142,12 @@ def kinds(choosers: RequestChoosers) -> list[Kind]:
     ]
 
 
-class Before:
-    """`pick_rows` of another worktree, in a process of its own, on the same rows; position and seeds as `asked_for`."""
-
-    SOURCE: Final = """
-import json, sys, time
-import numpy as np
-import torch
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.picks.sampling_torch import pick_rows
-
-path, threads, position = sys.argv[1:]
-torch.set_num_threads(int(threads))
-logits = torch.from_numpy(np.load(path))
-for line in sys.stdin:
-    params = [SamplingParams(seed=seed, **json.loads(line)) for seed in range(len(logits))]
-    began_s = time.perf_counter()
-    picks = pick_rows(logits, params, [int(position)] * len(logits))
-    print(json.dumps([time.perf_counter() - began_s, picks]), flush=True)
-"""
-
-    def __init__(self, repo: Path, logits: Path, num_threads: int) -> None:
-        parts = os.pathsep.join(str(repo / part) for part in ("models", "cloud", "edge", "export"))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", self.SOURCE, str(logits), str(num_threads), str(TEXT)],
-            cwd=repo,
-            env={**os.environ, "PYTHONPATH": parts},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def time(self, params: SamplingParams) -> tuple[float, list[int]]:
-        """Seconds, and the picks."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"temperature": params.temperature, "top_p": params.top_p}) + "\n")
-        self._process.stdin.flush()
-        took_s, picks = json.loads(self._process.stdout.readline())
-        return took_s, picks
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-
-
 @dataclass(slots=True)
 class Times:
-    """Of one kind, in seconds; picks: of the last turn."""
+    """Of one kind, in seconds."""
 
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
-    elsewhere: list[float] = field(default_factory=list)
-    picks: list[int] = field(default_factory=list)
 
     @property
     def all_s(self) -> float:
@@ -207,28 +155,21 @@ class Times:
         return median(a + b for a, b in zip(self.before, self.after, strict=True))
 
 
-def measure(every: Sequence[Kind], logits: torch.Tensor, other: Before | None, num_runs: int) -> dict[str, Times]:
+def measure(every: Sequence[Kind], logits: torch.Tensor, num_runs: int) -> dict[str, Times]:
     """All kinds in turns, after a turn that does not count."""
     found = {kind.name: Times() for kind in every}
     scratch = torch.empty_like(logits)
     for run in range(num_runs + 1):
         for kind in every:
-            times, rows = found[kind.name], scratch[: kind.num_rows].copy_(logits[: kind.num_rows])
+            rows = scratch[: kind.num_rows].copy_(logits[: kind.num_rows])
             began_s = time.perf_counter()
             step = kind.prepare()
             prepared_s = time.perf_counter()
-            times.picks = step.picks(rows).tolist()
+            step.picks(rows).tolist()
             picked_s = time.perf_counter()
             if run:
-                times.before.append(prepared_s - began_s)
-                times.after.append(picked_s - prepared_s)
-            if other is not None and kind.name in MANY:
-                took_s, picks = other.time(MANY[kind.name])
-                if run:
-                    times.elsewhere.append(took_s)
-                num_other = sum(a != b for a, b in zip(picks, times.picks, strict=True))
-                if num_other > 1:  # near ties are rarer
-                    raise SystemExit(f"{kind.name}: {num_other} picks differ from the other worktree's")
+                found[kind.name].before.append(prepared_s - began_s)
+                found[kind.name].after.append(picked_s - prepared_s)
     return found
 
 
@@ -237,52 +178,35 @@ def main() -> int:
     given = parser(
         __doc__,
         {
-            "--repo": option(type=Path, help="another worktree, to time its pick_rows beside"),
             "--threads": option(torch.get_num_threads(), "torch's"),
             "--runs": option(15, "turns that count"),
-            "--exponents": option([1.2, 1.6, 2.5], "of the rows, in turns: how steep they fall"),
             **TO_JSON,
         },
     ).parse_args()
     torch.set_num_threads(given.threads)
-    console, rng, num = Console(), np.random.default_rng(0), len(given.exponents)
+    console, rng, num = Console(), np.random.default_rng(0), len(EXPONENTS)
     rows = np.empty((MANY_ROWS, NUM_IDS), np.float32)
-    for place, exponent in enumerate(given.exponents):
+    for place, exponent in enumerate(EXPONENTS):
         rows[place::num] = zipf(rng, len(rows[place::num]), NUM_IDS, exponent)
-    with ExitStack() as stack:
-        grammars = stack.enter_context(closing(WorkerGrammars(str(target_dir()), NUM_IDS)))
-        other = None
-        if given.repo is not None:
-            path = Path(stack.enter_context(TemporaryDirectory())) / "rows.npy"
-            np.save(path, rows)
-            other = stack.enter_context(closing(Before(given.repo, path, given.threads)))
-        found = measure(kinds(RequestChoosers(grammars)), torch.from_numpy(rows), other, given.runs)
-    plain_s = found["plain"].all_s
+    with closing(WorkerGrammars(str(target_dir()), NUM_IDS)) as grammars:
+        found = measure(kinds(RequestChoosers(grammars)), torch.from_numpy(rows), given.runs)
     table = figures_table(
         f"From logits to picks, ms: {NUM_IDS} ids, {given.threads} threads",
-        *("kind", "before logits", "after", "over plain", "other worktree", "gain"),
+        *("kind", "before logits", "after", "over plain"),
         left=("kind",),
     )
-    missed: list[str] = []
+    over = {name: times.all_s / found["plain"].all_s for name, times in found.items() if name not in MANY}
     for name, times in found.items():
-        elsewhere_s = median(times.elsewhere) if times.elsewhere else None
-        gain = elsewhere_s / times.all_s if elsewhere_s is not None else None
-        over = times.all_s / plain_s if name not in MANY else None
-        table.add_row(
-            name,
-            *(f"{1e3 * median(each):.2f}" for each in (times.before, times.after)),
-            "" if over is None else f"{over:.2f}",
-            "" if elsewhere_s is None else f"{1e3 * elsewhere_s:.1f}",
-            "" if gain is None else f"{gain:.1f}",
-        )
-        if name in BOUNDED and over is not None and over > MAX_OVER_PLAIN:
-            missed.append(f"{name} takes {over:.2f} times plain; expected at most {MAX_OVER_PLAIN}")
-        if name == "160 rows, top-p" and gain is not None and gain < LEAST_GAIN:
-            missed.append(f"{name}: {gain:.1f} times as fast as in {given.repo}; expected at least {LEAST_GAIN}")
+        parts = (f"{1e3 * median(each):.2f}" for each in (times.before, times.after))
+        table.add_row(name, *parts, f"{over[name]:.2f}" if name in over else "")
     console.print(table)
-    document = {name: asdict(times) | {"picks": None} for name, times in found.items()}
-    options = {name: str(each) if isinstance(each, Path) else each for name, each in vars(given).items()}
-    return verdict(console, missed, given.json, {"options": options, "times_s": document})
+    missed = [
+        f"{name} takes {over[name]:.2f} times plain; expected at most {MAX_OVER_PLAIN}"
+        for name in BOUNDED
+        if over[name] > MAX_OVER_PLAIN
+    ]
+    times_s = {name: asdict(times) for name, times in found.items()}
+    return verdict(console, missed, given.json, {"threads": given.threads, "runs": given.runs, "times_s": times_s})
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def compare_load(given: Sequence[str], console: Console) -> list[Pair]:
 def compare_capacity(given: Sequence[str]) -> list[Pair]:
     """Runs `bench.capacity` with these arguments, and the simulation."""
     options = capacity.options_of(given)
-    orders = load.make_orders(options.clients, options.max_tokens, options.temperature)
+    orders = load.make_orders(options, options.clients)
     with capacity.open_subject(options) as subject:
         found = capacity.measure(subject, orders, options.gamma, options.runs)
         costs = Costs(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from bench.processes import metrics_of
 
 _SAMPLES: Final = {
     "model_seconds": "engine_model_seconds_total",
@@ -20,6 +19,7 @@ _SAMPLES: Final = {
     "preempted": "num_preemptions_total",
     "prefix_hit_tokens": "prefix_cache_hits_total",
     "tree_steps": "engine_tree_steps_total",
+    "hits": "recent_hits_total",
 }
 
 
@@ -45,26 +45,12 @@ class ServerTimes:
         return ServerTimes(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
 
-class ServerClock:
-    """Reads the counters of one server, directly, not through an emulated network."""
+def read_times(url: str) -> ServerTimes:
+    """The counters of a server now, read directly, not through an emulated network."""
+    return ServerTimes(**engine_counts(url, *(f.name for f in fields(ServerTimes))))
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, trust_env=False)
 
-    def read(self) -> ServerTimes:
-        """The counters now."""
-        return ServerTimes(**self.counters(*(f.name for f in fields(ServerTimes))))
-
-    def counters(self, *names: str, of: str = "") -> dict[str, float]:
-        """Counters of the engine by their names in `seam.Totals`, or of another part, by those of /metrics."""
-        text = self._http.get("/metrics", headers={"accept": "text/plain"}).text
-        found = {
-            sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
-        }
-        return {name: found[f"outrider_{of}_{name}_total" if of else f"outrider_{_SAMPLES[name]}"] for name in names}
-
-    def __enter__(self) -> ServerClock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
+def engine_counts(url: str, *names: str) -> dict[str, float]:
+    """Counters of the engine by their names in `seam.Totals`; `hits` is that of recent texts."""
+    found = metrics_of(url)
+    return {name: found[f"outrider_{_SAMPLES[name]}"] for name in names}

@@ -34,29 +34,23 @@ import httpx
 import numpy as np
 import uvloop
 from bench.attacks.exchange import values_of
+from bench.emulated import app_of, serve
 from bench.known_text import SUCCESSOR, VOCAB_SIZE, nodes_after
-from bench.processes import announce
 from bench.report import TO_JSON, option, parser, verdict
-from fastapi import FastAPI
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cloud.api.app import create_app
-from outrider.cloud.api.serving import VerifierServer
-from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import EngineConfig, EngineThread
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.engine import EngineConfig
 from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
-from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
 from outrider.models.wire.tree_draft import TreeDraft, put_varint
-from outrider.reference import target_dir
 
 MAX_POSITIONS: Final = 1 << 16
 BLOCK_SIZE: Final = 16
@@ -107,41 +101,21 @@ class EmulatedRuntime:
         """Nothing to release."""
 
 
-def serve(step_s: float, num_sessions: int) -> None:
-    """The server's process. GET /cpu answers with the CPU seconds of its threads."""
+def serve_emulated(step_s: float, num_sessions: int) -> None:
+    """The server's process. GET /cpu answers with the CPU seconds of its threads, the model's left out."""
     runtime = EmulatedRuntime(step_s, num_sessions)
     config = EngineConfig(max_running=num_sessions, step_tokens=num_sessions * STEP_TOKENS)
-    engine = EngineThread(runtime, config)
-    engine.calibrate()
-    model = ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset())
-    settings = ServerSettings(keys=KeyRing(KEYS), max_sessions=num_sessions)
-    app = create_app(engine, model, settings)
-    relieve_collector()  # as `serve` does
-    engine.start()
-    _report_cpu(app, runtime)
-    announce(partial(VerifierServer, app))
-
-
-def _report_cpu(app: FastAPI, runtime: EmulatedRuntime) -> None:
-    loop_thread, engine_thread = threading.get_ident(), _ident_of("outrider-engine")
-
-    def cpu_s(ident: int) -> float:
-        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    app = app_of(runtime, config, ServerSettings(keys=KeyRing(KEYS), max_sessions=num_sessions))
+    engine = next(thread.ident for thread in threading.enumerate() if thread.name == "outrider-engine")
+    assert engine is not None
+    clocks = [time.pthread_getcpuclockid(ident) for ident in (engine, threading.get_ident())]
 
     @app.get("/cpu")
     async def cpu() -> dict[str, float]:
-        model_s = runtime.cpu_s
-        return {
-            "process_s": time.process_time() - model_s,
-            "engine_s": cpu_s(engine_thread) - model_s,
-            "loop_s": cpu_s(loop_thread),
-        }
+        model_s, (engine_s, loop_s) = runtime.cpu_s, map(time.clock_gettime, clocks)
+        return {"process_s": time.process_time() - model_s, "engine_s": engine_s - model_s, "loop_s": loop_s}
 
-
-def _ident_of(name: str) -> int:
-    ident = next(thread.ident for thread in threading.enumerate() if thread.name == name)
-    assert ident is not None
-    return ident
+    serve(app)
 
 
 # -- the client --------------------------------------------------------------------------------------------------------
@@ -171,40 +145,15 @@ def _headers_of(index: int) -> bytes:
     return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n".encode()
 
 
-class Posts(asyncio.Protocol):
-    """The connection on which one session has its long request."""
-
-    def __init__(self, headers: bytes, drafts: str) -> None:
-        self._headers, self._drafts = headers, drafts
-        self.num_posts = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop registers no class
-
-    def post(self, session: bytes, base: int, last_token: int) -> None:
-        """Sends the drafts after `last_token`, if any are sent; the long request begins with the first."""
-        if self._drafts == NONE:
-            return
-        if not self.num_posts:
-            self._transport.write(
-                b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
-                % (session, self._headers, DRAFTS_MEDIA_TYPE.encode())
-            )
-        piece = framed(tree_of(base, self.num_posts * 8 * (1 + ALTERNATIVES), last_token))
-        self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-        self.num_posts += 1
-
-
-class Stream(asyncio.Protocol):
-    """The connection of one session's event stream; posts a draft after each commit."""
+class Session(asyncio.Protocol):
+    """The connection of one session's event stream. drafts: that of its drafts, one after each commit."""
 
     _EVENT = re.compile(rb'data: \{"base":(\d+),"tokens":\[([\d,]+)\]')
 
-    def __init__(self, posts: Posts, headers: bytes, prompt: Sequence[int]) -> None:
-        self._posts, self._headers, self._prompt = posts, headers, prompt
+    def __init__(self, drafts: asyncio.WriteTransport, headers: bytes, prompt: Sequence[int], kind: str) -> None:
+        self._drafts, self._headers, self._prompt, self._kind = drafts, headers, prompt, kind
         self._rest = self._session = b""
-        self.num_commits = 0
+        self.num_commits = self.num_posts = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Opens the session."""
@@ -233,7 +182,19 @@ class Stream(asyncio.Protocol):
         if commits:
             base, tokens = commits[-1]
             known = tokens.split(b",")
-            self._posts.post(self._session, int(base) + len(known), int(known[-1]))
+            if self._kind != NONE:
+                self._post(int(base) + len(known), int(known[-1]))
+
+    def _post(self, base: int, last_token: int) -> None:
+        """Sends the drafts after `last_token`; the long request begins with the first."""
+        if not self.num_posts:
+            self._drafts.write(
+                b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
+                % (self._session, self._headers, DRAFTS_MEDIA_TYPE.encode())
+            )
+        piece = framed(tree_of(base, self.num_posts * 8 * (1 + ALTERNATIVES), last_token))
+        self._drafts.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.num_posts += 1
 
 
 Counters = dict[str, float]
@@ -258,21 +219,19 @@ async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int
     """Opens the sessions; what each window of about `num_steps` steps took."""
     loop = asyncio.get_running_loop()
     host, port = url.removeprefix("http://").split(":")
-    streams, every = [], list[Posts]()
+    streams = list[Session]()
     for index in range(num_sessions):
-        headers = _headers_of(index)
-        _, posts = await loop.create_connection(partial(Posts, headers, drafts), host, int(port))
-        every.append(posts)
+        posts, _ = await loop.create_connection(asyncio.Protocol, host, int(port))
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
-        _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
-        streams.append(stream)
+        session = partial(Session, posts, _headers_of(index), prompt, drafts)
+        streams.append((await loop.create_connection(session, host, int(port)))[1])
 
     async def after(count: int) -> Counters:
         deadline = time.monotonic() + 60.0
         while min(stream.num_commits for stream in streams) < count:
             assert time.monotonic() < deadline, "the sessions do not advance"
             await asyncio.sleep(0.02)
-        return await _read(http) | {"posts": sum(each.num_posts for each in every)}
+        return await _read(http) | {"posts": sum(each.num_posts for each in streams)}
 
     windows = []
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http:
@@ -331,7 +290,7 @@ def main() -> int:
     ).parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
-        serve(options.serve / 1e3, options.sessions[0])
+        serve_emulated(options.serve / 1e3, options.sessions[0])
         return 0
     names = ("sessions", "drafts", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
     table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")

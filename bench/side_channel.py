@@ -21,30 +21,28 @@ Exits 1 when the classifier names less than 60 % as it is (then it is too weak t
 points more than chance where sessions are steady, or where these lose over 20 % of the gain.
 
     python -m bench.side_channel [--temperature 0.3] [--train 20] [--test 4] [--rtt-ms 25] [--json PATH]
-
-`--keep FILE` also writes the traces, and `--read FILE` classifies those of an earlier run in place of new ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from bench.eavesdropper import CLASSIFIERS, OPENING, Read, Trace, named, padded, validated
-from bench.paced_pair import Pace, open_paced
+from bench.emulated import Emulation
+from bench.paced_pair import open_paced
+from bench.pairs import make_requests
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
 
@@ -56,9 +54,6 @@ from outrider.edge.results import GenerationRequest, Mode, TokenBatch
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import load_prompts, target_dir
 
 LEAST, OVER_CHANCE, MOST_LOST = 0.6, 0.05, 0.2
 MAX_TOKENS: Final = 512
@@ -97,7 +92,7 @@ class Lane:
     window_s: float
     texts: tuple[tuple[bool, int, GenerationRequest], ...]
 
-    def record(self, pair: PairPaths, pace: Pace) -> list[Trace]:
+    def record(self, pair: PairPaths, pace: Emulation) -> list[Trace]:
         """The traces, of a verifier and a draft of its own."""
         with open_paced(pair, pace) as (url, drafter):
             return asyncio.run(self.listen(url, drafter))
@@ -147,25 +142,14 @@ class Lane:
 
 def record(options: argparse.Namespace) -> list[Trace]:
     """Traces of all prompts with all seeds, those for the test behind those for training."""
-    tokenizer = Tokenizer.from_dir(target_dir())
     texts = [
-        (
-            is_steady,
-            number,
-            GenerationRequest(
-                prompt=tuple(tokenizer.encode(prompt.text)),
-                params=SamplingParams(temperature=options.temperature, seed=seed),
-                max_tokens=MAX_TOKENS,
-                stop_ids=frozenset(),
-                ignore_eos=True,
-            ),
-        )
-        for number, prompt in enumerate(load_prompts(options.prompts))
+        (is_steady, number, replace(request, params=replace(request.params, seed=seed)))
+        for number, request in enumerate(make_requests(options))
         for seed in range(options.train + options.test)
         for is_steady in (False, True)
     ]
     random.Random(0).shuffle(texts)
-    pair, pace = export_reference_pair(), Pace(*options.pace)
+    pair, pace = export_reference_pair(), Emulation(*options.pace)
     lanes = [
         Lane(options.rtt_ms, options.jitter_ms, options.window_s, tuple(texts[first :: options.lanes]))
         for first in range(options.lanes)
@@ -232,27 +216,9 @@ def show(console: Console, found: Sequence[Found], num_prompts: int, num_tests: 
     console.print(table)
 
 
-def read_traces(path: Path) -> list[Trace]:
-    """What `--keep` wrote."""
-    return [
-        Trace(prompt, seed, opening, num_tokens, tuple(Read(*read) for read in reads), is_steady)
-        for prompt, seed, opening, num_tokens, is_steady, reads in json.loads(path.read_text("utf-8"))
-    ]
-
-
-def keep_traces(path: Path, traces: Sequence[Trace]) -> None:
-    """Writes them for `--read`."""
-    path.write_text(json.dumps([list(_plain(trace)) for trace in traces]), encoding="utf-8")
-
-
-def _plain(trace: Trace) -> Iterator[object]:
-    yield from (trace.prompt, trace.seed, trace.opening, trace.num_tokens, trace.is_steady)
-    yield [(round(read.at_s, 5), read.is_up, read.num_bytes) for read in trace.reads]
-
-
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser(
+    cli = parser(
         __doc__,
         {
             "--prompts": option(40),
@@ -264,17 +230,14 @@ def main(given: Sequence[str] | None = None) -> int:
             "--jitter-ms": option(1.0, "mean of each read's"),
             "--pace": option([40.0, 1.0, 1.0], nargs=3, metavar=("STEP_MS", "EXTRA_MS", "DRAFT_MS")),
             "--lanes": option(2, "texts at a time, each with a verifier of its own"),
-            "--keep": option(type=Path, help="also write the traces here"),
-            "--read": option(type=Path, help="take the traces of an earlier run with these options"),
             **TO_JSON,
         },
-    ).parse_args(given)
+    )
+    cli.set_defaults(max_tokens=MAX_TOKENS)
+    options = cli.parse_args(given)
     if min(options.train, options.prompts) < 2 or options.test < 1:
         raise SystemExit("--prompts and --train have to be at least 2, and --test at least 1")
-    traces = read_traces(options.read) if options.read else record(options)
-    if options.keep:
-        keep_traces(options.keep, traces)
-    window_s = options.window_s - SLACK_S
+    traces, window_s = record(options), options.window_s - SLACK_S
     plain, steady = ([trace for trace in traces if trace.is_steady is wanted] for wanted in (False, True))
     seen = {"as it is": plain, "padded": padded(plain), "steady": steady}
     found = [judge(name, each, options.train, window_s) for name, each in seen.items()]

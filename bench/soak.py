@@ -161,8 +161,9 @@ def run(
         except SystemExit as error:
             ledger.missed.append(str(error))
         if plan.sessions[0] and not ledger.missed and False in places:
-            struck = replace(lab, url=places[False][0].cloud.url)
-            missed, figures["dropped_sessions"] = asyncio.run(dropped.measure(struck, *plan.sessions, console))
+            cloud = places[False][0].cloud
+            struck, server = replace(lab, url=cloud.url), psutil.Process(cloud.pid)
+            missed, figures["dropped_sessions"] = asyncio.run(dropped.measure(struck, server, *plan.sessions, console))
             ledger.missed += missed
         if not ledger.missed and False in places:
             ledger.missed += held_open(places[False][0], cases[0])

@@ -11,8 +11,7 @@ fast as they are taken.
 Afterwards vLLM's own scheduler repeats the run: the same requests, drafts and picks. What a step took longer in ours,
 from the model's end to the next order, is our share: "between". "during" is what we do while the model runs. A step
 that does not start in time, because that took too long, counts as between. Times are by the clock, so measure on an
-idle machine; "cpu" is the processor time of the same code, the 10th percentile, which other work changes less. Tokens
-per pass tell what drafts that are read late cost.
+idle machine. Tokens per pass tell what drafts that are read late cost.
 
 Exits 1 where the share between steps is over its bound: 0.8 ms with 32 sessions, 2.5 ms with 128; with --flood 1 ms
 more.
@@ -159,7 +158,7 @@ class Step:
     """What a step was, and what it took. drafts: by request. picks: of each request, in order.
 
     before_s, during_s, after_s: of `schedule`, `get_grammar_bitmask` and `update_from_output`; late_s: that the second
-    ended after the model. cpu_s: of the first and the last.
+    ended after the model.
     """
 
     drafts: dict[str, list[int]]
@@ -168,7 +167,6 @@ class Step:
     during_s: float = 0.0
     after_s: float = 0.0
     late_s: float = 0.0
-    cpu_s: float = 0.0
 
 
 def steady(scheduler: Any, model: Model) -> None:
@@ -181,10 +179,9 @@ def steady(scheduler: Any, model: Model) -> None:
 
 def run_step(scheduler: Any, devices: Devices, model: Model) -> Step:
     """One step, as `EngineCore.step` runs it; the model sleeps, and what the devices do takes no time of it."""
-    clock, cpu = time.perf_counter, time.thread_time
-    cpu_began, began = cpu(), clock()
+    clock, began = time.perf_counter, time.perf_counter()
     output = scheduler.schedule()
-    ordered, cpu_ordered = clock(), cpu()
+    ordered = clock()
     devices.answer(are_late=False)
     asked, asked_at = clock(), time.monotonic()
     if hasattr(scheduler, "_ordered_s"):
@@ -205,57 +202,48 @@ def run_step(scheduler: Any, devices: Devices, model: Model) -> Step:
         scheduler._ordered_s += shift
         if hasattr(scheduler, "_reader"):
             scheduler._reader._left_off_s += shift
-    cpu_again, again = cpu(), clock()
+    again = clock()
     scheduler.update_from_output(output, result)
     step.after_s = clock() - again
-    step.cpu_s = cpu() - cpu_again + cpu_ordered - cpu_began
     step.before_s, step.during_s = ordered - began, helped - asked
     return step
 
 
 def repeat(scheduler: Any, steps: Sequence[Step], model: Model) -> list[Step]:
     """The same steps in vLLM's own scheduler; the model sleeps as long, so what the processor forgets is the same."""
-    done = []
-    clock, cpu = time.perf_counter, time.thread_time
+    done, clock = list[Step](), time.perf_counter
     for step in steps:
         everyone = scheduler.running
         for request in everyone:
             request.spec_token_ids = list(step.drafts.get(request.request_id, ()))
         if len(step.picks) < len(everyone):
             scheduler.running = [each for each in everyone if each.request_id in step.picks]
-        cpu_began, began = cpu(), clock()
+        began = clock()
         output = scheduler.schedule()
-        ordered, cpu_ordered = clock(), cpu()
+        ordered = clock()
         if len(scheduler.running) < len(everyone):
             here = set(scheduler.running)
             scheduler.running += [each for each in everyone if each not in here]
         result = result_of({name: step.picks[name] for name in output.num_scheduled_tokens})
         time.sleep(model.seconds(output.total_num_scheduled_tokens))
-        cpu_again, again = cpu(), clock()
+        again = clock()
         scheduler.update_from_output(output, result)
-        ended, cpu_ended = clock(), cpu()
-        cpu_s = cpu_ended - cpu_again + cpu_ordered - cpu_began
-        done.append(Step({}, {}, before_s=ordered - began, after_s=ended - again, cpu_s=cpu_s))
+        done.append(Step({}, {}, before_s=ordered - began, after_s=clock() - again))
     return done
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Milliseconds of a step: our share between two steps (median, 95th percentile; of processor time the 10th), vLLM's
-    own, and what we do while the model runs. Tokens per pass, and sequences of a step.
+    """Milliseconds of a step: our share between two steps (median, 95th percentile), vLLM's own, and what we do while
+    the model runs. Tokens per pass.
     """
 
     sessions: int
-    has_flood: bool
     between_ms: float
     between_95_ms: float
-    between_cpu_ms: float
     vllm_ms: float
     during_ms: float
-    late_ms: float
     tokens_per_pass: float
-    drafted_per_pass: float
-    sequences: float
 
 
 def between_s(steps: Sequence[Step]) -> list[float]:
@@ -298,19 +286,13 @@ def measure(options: argparse.Namespace, model: Path, num_sessions: int) -> Figu
     plain.shutdown()
     ours, theirs = np.array(between_s(worked)), np.array(between_s(repeated))
     share_ms = 1e3 * (ours - np.median(theirs))
-    num_passes = sum(len(step.picks) for step in worked)
     return Figures(
         num_sessions,
-        options.flood,
         float(np.median(share_ms)),
         float(np.quantile(share_ms, 0.95)),
-        1e3 * float(np.quantile([s.cpu_s for s in worked], 0.1) - np.quantile([s.cpu_s for s in repeated], 0.1)),
         1e3 * float(np.median(theirs)),
         1e3 * float(np.median([step.during_s for step in worked])),
-        1e3 * float(np.quantile([step.late_s for step in worked], 0.95)),
-        sum(len(found) for step in worked for found in step.picks.values()) / num_passes,
-        sum(len(drafts) for step in worked for drafts in step.drafts.values()) / num_passes,
-        num_passes / len(worked),
+        float(np.mean([len(found) for step in worked for found in step.picks.values()])),
     )
 
 
@@ -333,16 +315,11 @@ def main() -> int:
         found = [measure(options, model, count) for count in options.sessions]
     table = figures_table(
         f"milliseconds of a step of {options.step_ms:g} ms{', one session floods' if options.flood else ''}",
-        *("sessions", "between", "p95", "cpu", "vLLM's own", "during", "late p95"),
-        *("tokens/pass", "drafted", "sequences"),
+        *("sessions", "between", "p95", "vLLM's own", "during", "tokens/pass"),
     )
     for each in found:
-        cells = (each.between_ms, each.between_95_ms, each.between_cpu_ms, each.vllm_ms, each.during_ms, each.late_ms)
-        table.add_row(
-            str(each.sessions),
-            *(f"{cell:.2f}" for cell in (*cells, each.tokens_per_pass, each.drafted_per_pass)),
-            f"{each.sequences:.1f}",
-        )
+        cells = (each.between_ms, each.between_95_ms, each.vllm_ms, each.during_ms, each.tokens_per_pass)
+        table.add_row(str(each.sessions), *(f"{cell:.2f}" for cell in cells))
     console = Console(width=110)
     console.print(table)
     missed = []

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import stat
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
+import psutil
 import pytest
 from bench import one_machine
 from bench.attacks.exchange import values_of
@@ -24,11 +26,11 @@ from bench.load_devices import Session
 from bench.one_machine import gaps_ms, likelihoods, own_text
 from bench.pairs import PAIR_OPTIONS, open_pair
 from bench.peer_drafts import LLAMA_SERVER
-from bench.peer_engines import Batch, Done
+from bench.peer_engines import Batch, Done, Run
 from bench.peer_processes import PeerCommand, PeerFailed
-from bench.peer_servers import Streamed, StreamedText, read_stream
+from bench.peer_servers import StreamedText, done_of, read_stream
 from bench.peers import Comparison, compare
-from bench.processes import Program, started
+from bench.processes import Program, remote, started, turn_of
 from bench.report import parser
 from bench.verifier import VLLM, Verifier, make_verifier
 
@@ -104,13 +106,22 @@ def test_capacity_counts_rounds_after_the_first() -> None:
 
 def test_decoding_begins_when_every_text_has_begun() -> None:
     """The rates of an engine, and those of a streamed batch."""
-    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4)
+    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), 8, took_s=4.0, before_s=2.0, num_before=4)
     assert (done.rate, done.decode_rate) == (2.0, 2.0)
-    streamed = Streamed(
-        (StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))),
-    )
-    assert streamed.rate == 8 / 5
+    streamed = done_of([StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))])
+    assert streamed.texts == ("ab", "abcd") and streamed.rate == 8 / 5
     assert streamed.decode_rate == (2 + 3) / 3
+
+
+def test_a_remote_object_answers_while_it_has_its_turn() -> None:
+    """Calls go to a process of its own and back; outside of its turn it is stopped, and then it can be ended."""
+    with remote(partial(nullcontext, [3, 1])) as process:
+        with turn_of(process.pid):
+            process.call("append", 2)
+            assert process.call("index", 2) == 2
+        stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert stopped is not None and stopped.si_status == signal.SIGSTOP
+    assert not psutil.pid_exists(process.pid)
 
 
 def test_a_stream_is_read_with_its_usage() -> None:
@@ -126,36 +137,28 @@ def test_a_stream_is_read_with_its_usage() -> None:
         read_stream([(0.0, b'data: {"error": {"message": "no room"}}\n')])
 
 
-class _Contestant:
-    """Takes the given seconds for its batches; only one of all may run."""
+def _run(seconds: Sequence[float], num_tokens: int = 2) -> Run:
+    """Takes the given seconds for its batches."""
+    left = iter(seconds)
 
-    running: ClassVar[list[str]] = []
+    def run(batch: Batch) -> Done:
+        took_s = next(left)
+        texts = tuple((7,) * num_tokens for _ in batch.prompts)
+        return Done(texts, num_tokens * len(texts), took_s, took_s / 2, 2)
 
-    def __init__(self, name: str, seconds: Sequence[float], num_tokens: int = 2) -> None:
-        self.name, self._seconds, self._num_tokens = name, iter(seconds), num_tokens
-
-    def run(self, batch: Batch) -> Done:
-        assert self.running == [self.name]
-        took_s = next(self._seconds)
-        return Done(tuple((7,) * self._num_tokens for _ in batch.prompts), took_s, took_s / 2, 2)
-
-    def pause(self) -> None:
-        self.running.remove(self.name)
-
-    def go_on(self) -> None:
-        self.running.append(self.name)
+    return run
 
 
 def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
-    """One runs while the other is stopped; the bound is on the median of the runs' ratios."""
+    """The bound is on the median of the runs' ratios."""
     batch = Batch(((1,), (2,)), 2)
-    found = compare("x", _Contestant("a", [9.0, 1.0, 1.0, 2.0]), _Contestant("b", [9.0, 1.0, 0.5, 1.0]), batch, 3)
+    found = compare("x", _run([9.0, 1.0, 1.0, 2.0]), _run([9.0, 1.0, 0.5, 1.0]), batch, 3)
     assert (found.ours, found.peer) == ((4.0, 4.0, 2.0), (4.0, 8.0, 4.0))
     assert found.ratio == found.decode_ratio == 0.5
     assert len(found.misses) == 2 and found.num_same == 2
     assert replace(found, ours=found.peer, ours_decode=found.peer_decode).misses == []
     with pytest.raises(RuntimeUnavailable, match="expected 4"):
-        compare("x", _Contestant("a", [1.0], num_tokens=1), _Contestant("b", [1.0]), batch, 1)
+        compare("x", _run([1.0], num_tokens=1), _run([1.0]), batch, 1)
     assert isinstance(found, Comparison)
 
 

@@ -19,7 +19,7 @@ import pytest
 from bench.eavesdropper import Read, Trace, padded
 from bench.gpu import exact, host, load, needs, round_trips, steps
 from bench.gpu.place import SMALL, Run
-from bench.side_channel import Lane, interval, keep_traces, main
+from bench.side_channel import Lane, interval, main
 from bench.soak import ALONE, Plan, run, too_few
 from bench.soak_faults import FAULTS
 from bench.soak_texts import Case, Ledger, make_cases
@@ -254,15 +254,13 @@ def _traces(sizes: dict[int, int], seeds: int = 8) -> list[Trace]:
 def test_prompts_are_named_by_sizes_alone(
     sizes: tuple[int, ...],
     code: int,
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A classifier that cannot tell them fails, because it shows nothing of what hides them."""
     monkeypatch.setattr("bench.eavesdropper.NUM_TREES", 20)
-    keep_traces(tmp_path / "traces", _traces(dict(enumerate(sizes))))
-    options = ["--prompts", "4", "--train", "5", "--test", "3", "--read", str(tmp_path / "traces")]
-    assert main(options) == code
+    monkeypatch.setattr("bench.side_channel.record", lambda options: _traces(dict(enumerate(sizes))))
+    assert main(["--prompts", "4", "--train", "5", "--test", "3"]) == code
     printed = capsys.readouterr().out
     assert ("100.0%" in printed.split("as it is")[1].splitlines()[0]) == (code == 0)
 

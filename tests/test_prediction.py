@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench.simulate import Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.played_drafts import Simulation
 
 from outrider.models.bundle.speed_up import (
     Setting,

@@ -23,23 +23,29 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 from bench.gpu.needs import MAKES_DRAFT, download, is_enough, look, report
+
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--part": {"type": int, "nargs": "+", "choices": (1, 2, 3, 4), "default": [1, 2, 3, 4]},
+    "--out": {"type": Path, "help": "directory of the JSON"},
+    "--made": {"type": Path, "help": "keeps exported bundles for a later call; default: not kept"},
+    "--draft": {"type": Path, "help": "a draft bundle for onnxruntime; default: made there"},
+    "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
+    "--limit-s": {"type": float, "default": 300.0, "help": "of each part; what does not fit is left out, named"},
+    "--small": {"action": "store_true", "help": "the smallest form"},
+    "--needs": {"action": "store_true", "help": "say what is there and what is missing"},
+    "--wheels": {"action": "store_true", "help": "print the command that makes the folder of all wheels"},
+    "--make-draft": {"type": Path, "metavar": "BUNDLE", "help": "export the draft there, and do nothing else"},
+}
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command. Exits 2 where a package is missing, 1 where a part missed a bound or a text differs unexplained."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--part", type=int, nargs="+", choices=(1, 2, 3, 4), default=[1, 2, 3, 4])
-    cli.add_argument("--out", type=Path, help="directory of the JSON")
-    cli.add_argument("--made", type=Path, help="keeps exported bundles for a later call; default: not kept")
-    cli.add_argument("--draft", type=Path, help="a draft bundle for onnxruntime; default: made there")
-    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    cli.add_argument("--limit-s", type=float, default=300.0, help="of each part; what does not fit is left out, named")
-    cli.add_argument("--small", action="store_true", help="the smallest form")
-    cli.add_argument("--needs", action="store_true", help="say what is there and what is missing")
-    cli.add_argument("--wheels", action="store_true", help="print the command that makes the folder of all wheels")
-    cli.add_argument("--make-draft", type=Path, metavar="BUNDLE", help="export the draft there, and do nothing else")
+    for name, arguments in OPTIONS.items():
+        cli.add_argument(name, **arguments)
     options = cli.parse_args(given)
     if options.wheels:
         print(download())

@@ -28,7 +28,7 @@ def measure(run: Run) -> list[str]:
         counts = ["--runs", str(sizes.runs), "--prompts", str(sizes.prompts), "--max-tokens", str(sizes.tokens)]
         leave = ["--leave-out", BESIDE, LOOKUP, STOP_AND_WAIT]
         cores = ["--cores", str(sizes.cores)]
-        never_slower.main([*pair, *counts, *cores, "--rtt-ms", f"{rtt_ms:g}", "--json", str(path), *leave, "--trace"])
+        never_slower.main([*pair, *counts, *cores, "--rtt-ms", f"{rtt_ms:g}", "--json", str(path), *leave])
         done.append(json.loads(path.read_text(encoding="utf-8")))
         missed += done[-1]["misses"]
         run.note("round_trips", done)

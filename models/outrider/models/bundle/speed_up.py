@@ -8,7 +8,7 @@ Exact expectations, no simulation. When the target rejects a guess, everything d
 so the rate is that of one cycle, E[tokens] / E[ms] (renewal reward: Ross, *Introduction to Probability Models*, section
 7.4). The times within a cycle do not depend on chance: a guess is rejected only in the step that commits its position.
 So one run in which every guess is accepted contains all cycles, and each step counts with the probability that all
-guesses before it were accepted. `bench/simulate.py` plays the same rules event by event, and tests compare the two.
+guesses before it were accepted. `tests/played_drafts.py` plays the same rules event by event; tests compare the two.
 
 Knows nothing of models, bytes, or other work on the machine.
 """

@@ -1,28 +1,11 @@
-"""Simulates what each way of drafting over a network can reach, event by event.
-
-Drafted tokens are accepted independently with probability alpha. The target's step with k drafted tokens takes
-step_ms + extra_ms * k. Times in ms. Prints, per round trip, the speed-up over cloud-only streaming (one step per token
-and no round trip) and the target passes per token:
-
-  block    stop-and-wait, best fixed depth (computed, not simulated)
-  never    drafts streamed, the target never waits for one
-  patient  drafts streamed, the target waits up to P ms until it holds W drafted tokens; best P and W found by search
-  exact    the same two in expectation, as `outrider.models.bundle.speed_up` computes them for report cards
-
-    python -m bench.simulate --alpha 0.65 --draft-ms 1.5 --step-ms 40 --extra-ms 1.2
-"""
+"""Plays drafts of one chain event by event: the twin of the closed forms of report cards and of the policy."""
 
 from __future__ import annotations
 
 import heapq
 import random
 
-from bench.report import option, parser
-
-from outrider.models.bundle.speed_up import Reach, Setting, best_depth, stop_and_wait, stream
-
-PATIENCES_MS = (0, 2, 5, 10, 20, 40, 80)
-WANTED = (1, 2, 3, 4, 6)
+from outrider.models.bundle.speed_up import Setting, best_depth
 
 
 class Simulation:
@@ -126,45 +109,3 @@ class Simulation:
             self._is_drafting = False
         self._known = committed
         self._draft(now)
-
-
-def never(setting: Setting) -> Reach:
-    """Streamed to a target that never waits."""
-    took_ms, passes = Simulation(setting, 0.0, 1).run()
-    return Reach(setting.step_ms / took_ms, passes, (0, 1))
-
-
-def patient(setting: Setting) -> Reach:
-    """Streamed to a target with the best patience."""
-    found = [
-        (*Simulation(setting, wait_ms, wanted).run(), wait_ms, wanted) for wait_ms in PATIENCES_MS for wanted in WANTED
-    ]
-    took_ms, passes, wait_ms, wanted = min((took, passes, wait, want) for took, passes, wait, want in found)
-    return Reach(setting.step_ms / took_ms, passes, (wait_ms, wanted))
-
-
-def main() -> None:
-    """Prints one line per round trip."""
-    a = parser(
-        __doc__,
-        {
-            "--alpha": option(0.65),
-            "--draft-ms": option(1.5),
-            "--step-ms": option(40.0),
-            "--extra-ms": option(1.2),
-            "--rtt-ms": option([0.0, 10.0, 25.0, 50.0, 100.0, 200.0]),
-        },
-    ).parse_args()
-    print("rtt_ms   block (depth)   never   patient (P ms, W)   exact | passes/token: block never patient")
-    for rtt_ms in a.rtt_ms:
-        setting = Setting(a.alpha, a.draft_ms, a.step_ms, a.extra_ms, rtt_ms)
-        b, n, p = stop_and_wait(setting), never(setting), patient(setting)
-        print(
-            f"{rtt_ms:6.0f}   {b.speed_up:5.2f}x ({b.choice[0]:2d})    {n.speed_up:5.2f}x   "
-            f"{p.speed_up:5.2f}x ({p.choice[0]:2d}, {p.choice[1]})   {stream(setting).speed_up:5.2f}x |"
-            f"               {b.passes_per_token:.2f}  {n.passes_per_token:.2f}  {p.passes_per_token:.2f}"
-        )
-
-
-if __name__ == "__main__":
-    main()
