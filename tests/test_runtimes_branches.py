@@ -293,10 +293,11 @@ def test_a_failed_call_forgets_its_branches(
     text = list(range(40))
     runtime.extend(text)
     parts: list[Any] = [runtime._shared] if isinstance(runtime, OpenVinoSequenceRuntime) else [runtime, runtime._rows]  # type: ignore[attr-defined]
-    for call, words in (
+    calls: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: runtime.extend_branches([[1, 2], [1, 3]]), "a step of 2 branches after 40: broken"),
         (lambda: runtime.extend([1, 2, 3]), "a step of 2 tokens after 41: broken"),
-    ):
+    )
+    for call, words in calls:
         runtime.extend_branches([[1], [2]])
         with monkeypatch.context() as patch:
             for part in parts:
