@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 import zmq
@@ -29,8 +30,8 @@ def test_as_many_bytes_are_received_as_are_asked_for(num_tokens: int, most: int)
     """Or one message; so a flood of long ones takes no longer before a step than short ones do."""
     message = wire.encode(wire.PathsOrder(1, 0, [[1 << 20] * num_tokens], 0.0))
     link, inbox = object.__new__(ServerLink), DraftInbox(lambda message: None)
-    socket = Arrived(message, 15)
-    link._orders = socket  # type: ignore[assignment]
+    socket: Any = Arrived(message, 15)
+    link._orders = socket
     assert link.receive(inbox, 10 * SHORT_BYTES, 0.0) and len(socket.messages) == 15 - most
     assert link.receive(inbox, 1, 0.0) and len(socket.messages) == 14 - most
     assert not link.receive(inbox, 1 << 20, 0.0) and len(inbox) == 1 and not socket.messages
