@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import Clock
 
-from outrider.cloud.vllm.draft_inbox import FIRST_BYTES, MAX_BYTES, MIN_BYTES, DraftInbox, DraftReader
+from outrider.cloud.vllm.draft_inbox import FIRST_BYTES, MAX_BYTES, MIN_BYTES, SHORT_BYTES, DraftInbox, DraftReader
 
 _BYTE_S = 1e-6
 _NUMBER = 8
@@ -152,10 +152,11 @@ class Socket:
             until = min(self._clock.now + wait_s, self._arrivals[0][0] if self._arrivals else float("inf"))
             self.waited_s += until - self._clock.now
             self._clock.now = until
-        for _ in range(most):
+        while most > 0:
             if not self._arrivals or self._arrivals[0][0] > self._clock.now:
                 return False
             inbox.put(self._arrivals[0][1], message(self._arrivals.popleft()[1], 250))
+            most -= SHORT_BYTES
         return True
 
 

@@ -18,14 +18,17 @@ MIN_BYTES: Final = 16 << 10
 FIRST_BYTES: Final = 2 << 10
 """Read before a step: some 0.3 ms. A first message is read, however long: some 0.6 ms."""
 
+SHORT_BYTES: Final = 256
+"""What a message counts for at least, where bytes are received: so they bound the number of messages, too."""
+
 _READ: Final = 0.9
 _MOST_WAITED: Final = 0.6
 _MORE: Final = 0.02
 _SPARED: Final = 0.1  # of a step, between the end of reading and that of the model
 _LEAST_S: Final = 0.0005
 _SHORTEST_S: Final = 0.001  # that a socket can be waited for
-_RECEIVED_FIRST: Final = 64  # messages before a step: 0.1 ms
-_RECEIVED: Final = 256
+_RECEIVED_FIRST: Final = 16 << 10  # bytes before a step: 64 short messages, 0.1 ms
+_RECEIVED: Final = 64 << 10
 
 
 class DraftInbox:
@@ -96,8 +99,8 @@ class DraftInbox:
 class DraftReader:
     """Reads drafts before a step and while the model runs. The engine process's main thread calls it.
 
-    receive: moves at most so many messages that have arrived to an inbox, and waits up to so many seconds for the
-    first; whether there may be more. read: reads one.
+    receive: moves what has arrived to an inbox, up to so many bytes, or one message, and waits up to so many seconds
+    for the first; whether there may be more. read: reads one.
 
     While the model runs, what has arrived is read to shortly before its expected end. For more, nothing is waited for
     longer than for a share of that time, which falls where the model was found to have ended meanwhile.

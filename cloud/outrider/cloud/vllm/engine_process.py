@@ -13,7 +13,7 @@ from vllm.v1.engine import core
 
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.book import Book
-from outrider.cloud.vllm.draft_inbox import DraftInbox
+from outrider.cloud.vllm.draft_inbox import SHORT_BYTES, DraftInbox
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
 from outrider.models.faults import log_fault
@@ -46,17 +46,18 @@ class ServerLink:
         self._reports.connect(wire.reports_address(place))
 
     def receive(self, inbox: DraftInbox, most: int, wait_s: float) -> bool:
-        """Moves drafts that have arrived to the inbox, at most so many; waits up to `wait_s` for the first.
+        """Moves drafts that have arrived to the inbox, up to so many bytes, or one; waits up to `wait_s` for the first.
 
         Whether there may be more.
         """
         if wait_s > 0.0 and not self._orders.poll(max(1, int(wait_s * 1e3))):
             return False
-        for _ in range(most):
+        while most > 0:
             try:
                 message = self._orders.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return False
+            most -= max(len(message), SHORT_BYTES)
             try:
                 inbox.put(wire.number_of(message), message)
             except Exception as error:  # only a bug of ours; no message may end the engine, and a draft may be lost

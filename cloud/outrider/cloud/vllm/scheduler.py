@@ -7,6 +7,7 @@ learns, and reads drafts, while the model runs. Synchronous scheduling only: `ch
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import partial
 from typing import Any, Final
@@ -33,6 +34,10 @@ from outrider.cloud.vllm.worker_choosers import FOUND, Found
 
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
+_YOUNG_OBJECTS: Final = 20_000
+"""After which Python looks for garbage, as `models.ingress.collector` has it in servers: with its 700, drafts of each
+step cause several looks, some of which fall between two steps.
+"""
 _FEW: Final = 16
 """Sequences that run: with more of them, a draft for one that has another is worth less than the time that it takes to
 read: it is read during the step.
@@ -45,6 +50,7 @@ class OutriderScheduler(FairSteps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         silence_dumps()
+        gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
         self._link = ServerLink()
         super().__init__(self._link.config, *args, **kwargs)
         if self._heads is None:
