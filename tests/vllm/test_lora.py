@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.lora_adapters import merge_adapter, shapes_of, write_adapter
 from tests.requests import flat_request
+from tests.serving import code_of, run_session
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import Reference, running_engine
-from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Guess, mixed, nothing, right, run_all, wrong
-from tests.waiting import TIMEOUT_S
+from tests.vllm.serving import Reference, _View, start_engine
+from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Text, mixed, nothing, right, wrong
+from tests.waiting import TIMEOUT_S, wait_until
 
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.vllm.adapters import Adapter, read_adapters
 from outrider.cloud.vllm.engine import VllmEngine
-from outrider.models.errors import ConfigError, RequestError
+from outrider.models.errors import ConfigError
+from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 
 TARGET = ROOT_DIR / "target"
+Guess = Callable[[Sequence[int], int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,13 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     tokenizer = Tokenizer.from_dir(TARGET)
     rows = json.loads((ROOT_DIR / "prompts.json").read_text(encoding="utf-8"))[:60:20]
     prompts = [tuple(tokenizer.encode(row["text"], add_special_tokens=False)) for row in rows]
-    with running_engine(TARGET, scheduler=STEADY, adapters=adapters) as engine:
+    engine = start_engine(TARGET, scheduler=STEADY, adapters=adapters)
+    try:
         engine.calibrate()
         yield Tuned(engine, adapters, references, prompts)
+    finally:
+        engine.stop()
+        engine.close()
 
 
 @pytest.mark.parametrize("guess", [nothing, right, wrong, mixed])
@@ -77,11 +91,13 @@ def test_texts_are_those_of_merged_weights(tuned: Tuned, guess: Guess) -> None:
     """The base and both adapters beside one another in each step, with no, right, wrong and mixed drafts."""
     texts = tuned.texts(tuned.prompts[:2], SAMPLINGS[:2])
     before = {name: vars_of(tuned, name) for name in ("few", "all")}
-    asked = [
-        (flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, adapter=name), truth, guess)
-        for name, prompt, params, truth in texts
-    ]
-    running = run_all(tuned.engine, asked)
+    running = []
+    for name, prompt, params, truth in texts:
+        text = Text(tuned.engine, truth, guess)
+        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, adapter=name))
+        running.append(text)
+    for text in running:
+        assert text.ended.wait(4 * TIMEOUT_S)
     assert [text.tokens for text in running] == [truth for *_, truth in texts]
     by_prompt = {(prompt, params): set[tuple[int, ...]]() for _, prompt, params, _ in texts}
     for _, prompt, params, truth in texts:
@@ -110,9 +126,12 @@ def test_a_draft_of_the_base_drafts_for_an_adapter(tuned: Tuned) -> None:
     for at in range(0, 24, 2):
         prefix = (*prompt, *truth[:at])
         draft = tuple(tuned.references[None](prefix, 2, params))
-        asked.append((flat_request(prefix, params, NUM_TOKENS, draft=draft, once=True, adapter="few"), truth, nothing))
-    for at, text in zip(range(0, 24, 2), run_all(tuned.engine, asked), strict=True):
-        assert text.tokens == truth[at : at + len(text.tokens)] and text.tokens and text.end is not None
+        text = Text(tuned.engine, truth, nothing)
+        text.submit(flat_request(prefix, params, NUM_TOKENS, draft=draft, once=True, adapter="few"))
+        asked.append((text, at))
+    for text, at in asked:
+        assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
+        assert text.tokens == truth[at : at + len(text.tokens)] and text.tokens
         accepted += text.end.usage.accepted_tokens
         verified += text.end.usage.accepted_tokens + text.end.usage.rejected_tokens
     assert 0 < accepted < verified == 2 * len(asked)
@@ -124,29 +143,92 @@ def test_adapters_share_no_keys_and_values(tuned: Tuned) -> None:
 
     def num_cached(adapter: str | None) -> int:
         truth = tuned.references[adapter](prompt, 4)
-        request = flat_request(prompt, SamplingParams(), 4, patience_ms=0.0, adapter=adapter, owner=b"one")
-        (text,) = run_all(tuned.engine, [(request, truth, nothing)])
-        assert text.end is not None and text.tokens == truth
+        text = Text(tuned.engine, truth, nothing)
+        text.submit(flat_request(prompt, SamplingParams(), 4, patience_ms=0.0, adapter=adapter, owner=b"one"))
+        assert text.ended.wait(TIMEOUT_S) and text.end is not None and text.tokens == truth
         return text.end.usage.cached_prompt_tokens
 
     assert [num_cached(name) for name in ("few", "all", None)] == [0, 0, 0]
     assert all(num_cached(name) > 100 for name in ("few", "all", None))
 
 
+@contextmanager
+def serving(tuned: Tuned) -> Iterator[tuple[httpx.Client, list[tuple[str | None, str]]]]:
+    """The HTTP API over the engine, and the identity of each model."""
+    targets = {each.name: f"{number}" * 16 for number, each in enumerate(tuned.adapters, 1)}
+    tokenizer = Tokenizer.from_dir(TARGET, name="target")
+    model = ServedModel("target", tokenizer, frozenset({0}), target="0" * 16, adapters=targets)
+    store = MemoryStore()
+    server = VerifierServer(create_app(_View(tuned.engine), model, None, (), store), drain_s=0.0)
+    sock = open_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([sock],))
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        with httpx.Client(base_url=url_of(sock, is_tls=False), timeout=TIMEOUT_S) as client:
+            yield client, [(None, "0" * 16), *targets.items()]
+    finally:
+        server.begin_drain(0.0)
+        thread.join(TIMEOUT_S)
+        sock.close()
+        store.close()
+
+
+def test_requests_name_an_adapter(tuned: Tuned) -> None:
+    """Sessions, verifications and completions by name, and what the answers say of it."""
+    prompt = list(tuned.prompts[0])
+    with serving(tuned) as (client, targets):
+        for name, target in targets:
+            truth, asked = tuned.references[name](prompt, 12), {} if name is None else {"model": name}
+            body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, **asked}
+            text = run_session(client, body)
+            assert (text.tokens, text.open.model, text.open.target) == (truth, name or "target", target)
+            verify = {"items": [{"prefix": prompt, "draft": [*truth[:3], truth[3] + 1]}], **asked}
+            answer = client.post("/v1/verify", json=verify).json()
+            assert answer["results"][0]["tokens"] == truth[:4]
+            assert (answer["model"], answer["target"]) == (name or "target", target)
+            completion = client.post("/v1/completions", json=body | {"temperature": 0}).json()
+            assert (completion["model"], completion["system_fingerprint"]) == (name or "target", target)
+            assert completion["choices"][0]["text"] == Tokenizer.from_dir(TARGET).decode(truth)
+        shown = client.get("/metrics").text
+        for name in ("few", "all"):
+            found = re.search(rf'outrider_adapter_generation_tokens_total{{adapter="{name}"}} (\d+)', shown)
+            assert found is not None and int(found[1]) >= 12 + 4 + 12
+
+
 def test_a_text_goes_on_with_its_adapter(tuned: Tuned) -> None:
     """Resumed by its tokens or by the hash of a kept prefix, which is of no use with another model."""
-    for name, other, prompt in (("few", "all", tuned.prompts[1]), ("all", "few", tuned.prompts[2])):
-        truth = tuned.references[name](prompt, 20)
-        request = flat_request(prompt, SamplingParams(), 8, keep=True, adapter=name)
-        (begun,) = run_all(tuned.engine, [(request, truth, nothing)])
-        assert begun.tokens == truth[:8] and begun.end is not None and begun.end.prefix_hash is not None
-        held = partial(flat_request, (truth[8],), SamplingParams(), 11, prefix_hash=begun.end.prefix_hash)
-        for model in (None, other):
-            with pytest.raises(RequestError, match="is not held here"):
-                tuned.engine.submit(held(adapter=model), begun)
-        rest = flat_request((*prompt, *truth[:8]), SamplingParams(), 12, adapter=name)
-        found = run_all(tuned.engine, [(rest, truth, nothing), (held(adapter=name), truth, nothing)])
-        assert [text.tokens for text in found] == [truth[8:], truth[9:]]
+    with serving(tuned) as (client, _):
+        for name, other, prompt in (("few", "all", list(tuned.prompts[1])), ("all", "few", list(tuned.prompts[2]))):
+            truth = tuned.references[name](prompt, 20)
+            body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "keep_prefix": True, "model": name}
+            begun = run_session(client, body)
+            assert begun.tokens == truth[:8] and begun.end.prefix_hash is not None
+            rest = {"prompt": [*prompt, *truth[:8]], "max_tokens": 12, "ignore_eos": True, "model": name}
+            assert run_session(client, rest).tokens == truth[8:]
+            held = {"prompt": [truth[8]], "prefix_hash": begun.end.prefix_hash, "max_tokens": 11, "ignore_eos": True}
+            for model in (None, other):
+                asked = held if model is None else held | {"model": model}
+                assert code_of(client.post("/v1/sessions", json=asked)) == (409, "prefix_not_held")
+            assert run_session(client, held | {"model": name}).tokens == truth[9:]
+            item = {"prefix": prompt, "draft": truth[:2]}
+            first = client.post("/v1/verify", json={"items": [item], "model": name}).json()["results"][0]
+            again = {"items": [{"prefix_hash": first["prefix_hash"]}]}
+            assert code_of(client.post("/v1/verify", json=again | {"model": other})) == (409, "prefix_not_held")
+            found = client.post("/v1/verify", json=again | {"model": name}).json()["results"][0]
+            assert [*first["tokens"], *found["tokens"]] == truth[:4]
+
+
+def test_an_earlier_text_is_of_use_to_its_adapter_only(tuned: Tuned) -> None:
+    """The server drafts a repeated prompt from the text that the same model gave it."""
+    prompt = list(tuned.prompts[2])
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "patience_ms": 0.0}
+    with serving(tuned) as (client, _):
+        first = run_session(client, body | {"model": "few"})
+        others = [run_session(client, body), run_session(client, body | {"model": "all"})]
+        again = run_session(client, body | {"model": "few"})
+        assert [text.open.recent_tokens for text in (first, *others, again)] == [None, None, None, 24]
+        assert again.tokens == first.tokens == tuned.references["few"](prompt, 24)
 
 
 def test_what_vllm_cannot_load_is_said(tuned: Tuned, tmp_path: Path) -> None:
