@@ -123,6 +123,16 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(waits: list[float]) -> Non
     assert asked(40) == []
 
 
+def test_a_client_is_forgotten_once_it_could_send_a_burst_again() -> None:
+    """And there are never more clients than so many."""
+    now = 0.0
+    pacer = Pacer(10.0, 2, clock=lambda: now)
+    for number in range(1000):
+        pacer.wait_s(b"%d" % number, 1.0)
+        now += 0.01
+    assert len(pacer) <= 11
+
+
 def test_the_openapi_document_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anybody may ask for it."""
     rendered: list[object] = []

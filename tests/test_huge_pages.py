@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
-from outrider.models.process.huge_pages import LEAST, dense_mappings, use_huge_pages
+from outrider.models.process.huge_pages import LEAST, PAGE_SIZE, SLICE, large_mappings, use_huge_pages
 
-
-def smaps(mapping: str, size: int, used: int) -> str:
-    return f"{mapping}\nSize: {size >> 10} kB\nRss: {used >> 10} kB\nVmFlags: rd wr mr\n"
+START, END = 0x7F0000000000, 0x7F0000000000 + LEAST
 
 
 @pytest.mark.parametrize(
-    ("rights", "file", "used", "is_moved"),
+    ("mapping", "is_large"),
     [
-        ("rw-p", "00:00 0", LEAST, True),
-        ("rw-p", "00:00 0 ", LEAST * 15 // 16, True),
-        ("rw-p", "00:00 0", LEAST * 14 // 16, False),  # the rest would be taken from the system
-        ("rw-p", "00:00 0 [heap]", LEAST, False),
-        ("rw-p", "fe:00 4711 /a/model.bin", LEAST, False),
-        ("rw-s", "00:00 0", LEAST, False),
-        ("r--p", "00:00 0", LEAST, False),
+        (f"{START:x}-{END:x} rw-p 00000000 00:00 0", True),
+        (f"{START:x}-{END:x} rw-p 00000000 00:00 0 ", True),
+        (f"{START:x}-{END - 4096:x} rw-p 00000000 00:00 0", False),
+        (f"{START:x}-{END:x} rw-p 00000000 00:00 0 [heap]", False),
+        (f"{START:x}-{END:x} rw-p 00000000 fe:00 4711 /a/model.bin", False),
+        (f"{START:x}-{END:x} rw-s 00000000 00:00 0", False),
+        (f"{START:x}-{END:x} r--p 00000000 00:00 0", False),
     ],
 )
-def test_large_private_memory_in_use_is_moved(rights: str, file: str, used: int, is_moved: bool) -> None:
-    start, end = 0x7F0000000000, 0x7F0000000000 + LEAST
-    small = smaps(f"{end:x}-{end + 4096:x} rw-p 00000000 00:00 0", 4096, 4096)
-    text = small + smaps(f"{start:x}-{end:x} {rights} 00000000 {file}", LEAST, used) + small
-    assert list(dense_mappings(text.splitlines())) == ([(start, end)] if is_moved else [])
+def test_large_private_mappings_of_no_file_are_found(mapping: str, is_large: bool) -> None:
+    assert list(large_mappings([mapping])) == ([(START, END)] if is_large else [])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")
-def test_memory_keeps_its_bytes_in_huge_pages() -> None:
-    def num_huge() -> int:
-        lines = Path("/proc/self/smaps").read_text("utf-8", "replace").splitlines()
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages:"))
+def in_huge_pages(start: int, end: int) -> int:
+    """Bytes of the mappings that lie there."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text("utf-8", "replace").splitlines():
+        if place := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(place[1], 16) < end and start < int(place[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
 
-    with mmap.mmap(-1, 2 * LEAST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory[:] = bytes(range(256)) * (2 * LEAST // 256)
-        before = num_huge()
-        if not use_huge_pages():
-            pytest.skip("this system moves no memory: Linux before 6.1, or no huge pages")
-        assert num_huge() > before or before >= 2 * LEAST
-        assert memory[:] == bytes(range(256)) * (2 * LEAST // 256)
+
+@pytest.mark.skipif(not PAGE_SIZE.exists(), reason="this system has no huge pages")
+def test_memory_in_use_keeps_its_bytes_in_huge_pages_and_the_rest_is_left() -> None:
+    """Also where the system takes both for one mapping."""
+    content = bytes(range(256)) * (SLICE // 256)
+    with mmap.mmap(-1, 4 * SLICE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if (missing := in_huge_pages(start, start + 4 * SLICE)) or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+            pytest.skip(f"{missing} bytes are in huge pages from the start")
+        memory[: 2 * SLICE] = 2 * content
+        moved = use_huge_pages()
+        if not moved:
+            pytest.skip("this system moves no memory: Linux before 6.1")
+        assert SLICE <= in_huge_pages(start, start + 4 * SLICE) <= 3 * SLICE
+        assert memory[: 2 * SLICE] == 2 * content

@@ -147,8 +147,11 @@ class Server(Program):
         return self.ask("GET", "/health/ready", timeout_s=10.0)
 
     def num_running(self) -> int:
-        """Texts in work."""
-        return int(self.readiness().json["running"])
+        """Texts in work. Raises NotMeasured where the endpoint does not say."""
+        answer = self.readiness()
+        if "running" not in (answer.json or {}):
+            raise NotMeasured(f"/health/ready got status {answer.status}")
+        return int(answer.json["running"])
 
     def complete(self, body: dict[str, Any], key: str | None = None) -> Any:
         """The answer to a completion. Raises NotMeasured where it is refused."""

@@ -77,8 +77,8 @@ class BundleTarget(Target):
             try:
                 with ends_at_once():
                     engine.calibrate()
-                if not self.num_gpus:
-                    begin_huge_pages()
+                if self._loading.device.lower() == "cpu":
+                    begin_huge_pages()  # once a step has put the weights where they stay; times are learned anew
                 widened = ", widened for measurements" if manifest.widened else ""
                 millions = manifest.architecture.parameters / 1e6
                 facts = f"{self.model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}"

@@ -31,13 +31,10 @@ from outrider.cloud.vllm.faulty_rows import FAULTY, FaultyRows
 from outrider.cloud.vllm.parent import end_with_parent
 from outrider.cloud.vllm.terms import terms_of
 from outrider.cloud.vllm.worker_choosers import FOUND, Found
+from outrider.models.ingress.collector import YOUNG_OBJECTS
 
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
-_YOUNG_OBJECTS: Final = 20_000
-"""After which Python looks for garbage, as `models.ingress.collector` has it in servers: with its 700, drafts of each
-step cause several looks, some of which fall between two steps.
-"""
 _FEW: Final = 16
 """Sequences that run: with more of them, a draft for one that has another is worth less than the time that it takes to
 read: it is read during the step.
@@ -50,7 +47,9 @@ class OutriderScheduler(FairSteps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         silence_dumps()
-        gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
+        young, *older = gc.get_threshold()
+        if 0 < young < YOUNG_OBJECTS:  # with Python's 700, drafts of a step cause several looks, some between two steps
+            gc.set_threshold(YOUNG_OBJECTS, *older)
         self._link = ServerLink()
         super().__init__(self._link.config, *args, **kwargs)
         if self._heads is None:

@@ -23,7 +23,7 @@ eight commits may mislead.
 _CLEAR: Final = 1.03
 """So many times the rate of the way before are needed to change it."""
 _HOPELESS: Final = 1.1
-"""A trial of a way that is slower by this ends half way."""
+"""A trial whose own commits are slower by this at its half ends there."""
 _KEEP: Final = 0.98
 _WEIGHT: Final = 24.0
 """Commits of both ways together that count for the tokens of each: their number varies much more than their time."""
@@ -61,6 +61,7 @@ class Turns:
         self._has_begun = False
         self._seen = {way: _Seen() for way in (False, True)}
         self._left = 0  # commits of the trial that runs
+        self._tried = _Seen()  # its commits
         self._settling = 0
         self._until_trial = _FIRST
         self._gap = _GAPS[0]
@@ -72,12 +73,7 @@ class Turns:
 
     def rate(self, way: bool) -> float:
         """Tokens per ms in turns, or without; 0 where that was not measured."""
-        seen, other = self._seen[way], self._seen[not way]
-        if not seen.count:
-            return 0.0
-        usual = (seen.tokens + other.tokens) / (seen.count + other.count)
-        per_commit = (seen.tokens + _WEIGHT * usual) / (seen.count + _WEIGHT)
-        return per_commit * seen.count / seen.ms
+        return _rate(self._seen[way], self._seen[not way])
 
     def words(self) -> str:
         """What was measured; empty where turns are not possible."""
@@ -102,14 +98,16 @@ class Turns:
         self._seen[way].add(num_tokens, interval_ms)
         if self._left:
             self._left -= 1
-            if self._left == 0 or (self._left <= _TRIAL // 2 and _HOPELESS * self.rate(way) < self.rate(not way)):
+            self._tried.add(num_tokens, interval_ms)
+            is_hopeless = _HOPELESS * _rate(self._tried, self._seen[not way]) < self.rate(not way)
+            if self._left == 0 or (self._left == _TRIAL // 2 and is_hopeless):
                 self._left = 0
                 self._judge(way)
             return
         self._until_trial -= 1
         commit_ms = self._seen[way].ms / self._seen[way].count
         if self._until_trial <= 0 and (way or commit_ms >= _ALIKE * (rest_ms + step_ms)):
-            self._left, self._settling = _TRIAL, _SETTLING
+            self._left, self._settling, self._tried = _TRIAL, _SETTLING, _Seen()
             self._seen[not way].halve()  # it may be out of date
 
     def _judge(self, tried: bool) -> None:
@@ -119,3 +117,12 @@ class Turns:
             self._settling = _SETTLING
             self._gap = min(_GAPS[1], 2 * self._gap)
         self._until_trial = self._gap
+
+
+def _rate(seen: _Seen, other: _Seen) -> float:
+    """Tokens per ms; 0 without commits."""
+    if not seen.count:
+        return 0.0
+    usual = (seen.tokens + other.tokens) / (seen.count + other.count)
+    per_commit = (seen.tokens + _WEIGHT * usual) / (seen.count + _WEIGHT)
+    return per_commit * seen.count / seen.ms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-_YOUNG_OBJECTS: Final = 20_000
+YOUNG_OBJECTS: Final = 20_000
 
 
 def relieve_collector() -> None:
@@ -16,4 +16,4 @@ def relieve_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)

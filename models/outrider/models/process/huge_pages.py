@@ -1,12 +1,14 @@
 """Moves large memory of this process into huge pages: a step that reads all weights looks up fewer pages.
 
 Done once the weights are where they stay. Unlike glibc's own huge pages, which must be asked for before a process
-starts, it takes no memory that was not in use.
+starts, it takes hardly any memory that was not in use.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
 import re
 import sys
 import threading
@@ -14,13 +16,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+logger = logging.getLogger(__name__)
+
 LEAST: Final = 16 << 20
 """Bytes of a mapping that is worth it."""
+SLICE: Final = 64 << 20
+"""Bytes that are moved at a time: the system can end the process only between two moves."""
 _DENSE: Final = 0.9
-"""Of a mapping that must be in use: the rest would be taken from the system, and zeroed."""
+"""Of a slice that must be in use: the rest is taken from the system."""
 _COLLAPSE: Final = 25
 """MADV_COLLAPSE of madvise(2), Linux 6.1 and newer."""
-_PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ [0-9a-f:]+ 0\s*$")
 
 
@@ -31,28 +37,29 @@ def begin_huge_pages() -> None:
 
 
 def use_huge_pages() -> int:
-    """Moves it; returns the bytes that are in huge pages now, 0 where the system has none, or cannot move memory."""
+    """Moves it; returns the bytes that were moved, 0 where the system has no huge pages, or cannot move memory."""
     try:
-        page = int(_PAGE_SIZE.read_text("ascii"))
-        smaps = Path("/proc/self/smaps").read_text("utf-8", "replace")
+        page = int(PAGE_SIZE.read_text("ascii"))
+        maps = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
     except (OSError, ValueError):
         return 0
-    advise, moved = ctypes.CDLL(None).madvise, 0
-    for start, end in dense_mappings(smaps.splitlines()):
-        start, size = -(-start // page) * page, end // page * page - -(-start // page) * page
-        moved += size if advise(ctypes.c_void_p(start), ctypes.c_size_t(size), _COLLAPSE) == 0 else 0
+    libc, moved = ctypes.CDLL(None), 0
+    for start, end in large_mappings(maps):
+        for at in range(-(-start // page) * page, end - page + 1, SLICE):
+            size = min(SLICE, (end - at) // page * page)
+            place = ctypes.c_void_p(at), ctypes.c_size_t(size)
+            in_use = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+            # It may be gone by now: then both calls fail, and nothing has changed.
+            if libc.mincore(*place, in_use) == 0 and sum(in_use) >= _DENSE * len(in_use):
+                moved += size if libc.madvise(*place, _COLLAPSE) == 0 else 0
+    logger.info("%d MB of this process were moved into huge pages", moved >> 20)
     return moved
 
 
-def dense_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """First and last address of each large private mapping of no file that is in use as a whole, by the lines of
-    /proc/PID/smaps.
-    """
-    start = end = 0
-    for line in smaps:
+def large_mappings(maps: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """First and last address of each large private mapping of no file, by the lines of /proc/PID/maps."""
+    for line in maps:
         if found := _MAPPING.match(line):
             start, end = (int(each, 16) for each in found.groups())
-        elif line[:1] in "0123456789abcdef":
-            start = end = 0
-        elif line.startswith("Rss:") and end - start >= LEAST and int(line.split()[1]) << 10 >= _DENSE * (end - start):
-            yield start, end
+            if end - start >= LEAST:
+                yield start, end
