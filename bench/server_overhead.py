@@ -24,7 +24,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
 from statistics import median
@@ -47,8 +47,7 @@ from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.processors.chooser import PickedRow
-from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import Ask, Beside, ModelLimits, SequenceSlice
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
 from outrider.models.wire.tree_draft import TreeDraft, put_varint
 
@@ -80,16 +79,17 @@ class EmulatedRuntime:
         self.cpu_s = 0.0
         self._step_s = step_s
 
-    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[PickedRow]:
         """The successor of each row's token, after the step's time."""
-        started_s = time.thread_time()
+        end_s, started_s = time.perf_counter() + self._step_s, time.thread_time()
         rows: list[PickedRow] = []
         for item in batch:
             if item.num_rows:
                 rows += [SUCCESSOR[token] for token in item.tokens[-item.num_rows :]]
         assert len(rows) == sum(len(each.positions) for each in ask())
-        time.sleep(self._step_s)
         self.cpu_s += time.thread_time() - started_s
+        beside(lambda: time.perf_counter() >= end_s)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
         return rows
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:

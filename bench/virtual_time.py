@@ -30,8 +30,7 @@ from outrider.cloud.seam import CommitEvent, DraftHints, EndEvent, Event, Genera
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import Ask, Beside, ModelLimits, SequenceSlice
 from outrider.models.wire.tree_draft import decode_tree
 
 StepTime = Callable[[int, int], float]
@@ -104,7 +103,7 @@ class KnownTexts:
         self._number_of: dict[int, int] = {}  # by its first block
         self.num_steps = self.num_tokens = 0
 
-    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[int]:
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[int]:
         """What the target picks, after the step's time."""
         self.num_steps += 1
         self.num_tokens = sum(len(item.tokens) for item in batch)

@@ -29,8 +29,7 @@ def pending(drafting: Drafting, num_committed: int = 0, *, max_new: int = 1000) 
         NodeChances(drafting.learned(b"").chances),
     )
     for _ in range(num_committed):
-        drafts.committed.append(0)
-        drafts.advance([0])
+        commit(drafts, 0)
     return drafts
 
 
@@ -43,7 +42,23 @@ def line_message(base: int, first: int, tokens: Sequence[int], level: int = 13) 
 def commit(drafts: PendingDrafts, *tokens: int) -> int:
     """What the engine does with the tokens of a pass."""
     drafts.committed.extend(tokens)
-    return drafts.advance(tokens)
+    return advance(drafts, tokens)
+
+
+def advance(drafts: PendingDrafts, tokens: Sequence[int]) -> int:
+    """Follows tokens that are committed, and settles."""
+    num_looked_up = drafts.follow(tokens, teaches_path=False)
+    drafts.settle()
+    return num_looked_up
+
+
+def learn_and_wait(
+    drafting: Drafting, drafts: PendingDrafts, path: Sequence[int], tokens: Sequence[int], now: float
+) -> None:
+    """What the engine does next. path: the likeliest one before the step, as far as the device sent it."""
+    drafts.acceptance.observe(path, tokens)
+    if drafting.may_wait(drafts):
+        drafting.start_wait(drafts, now, crowding=1.0)
 
 
 def right_part(drafted: Sequence[int], truth: Sequence[int], base: int) -> list[int]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.step_choices import StepChoices
-from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.runtimes.base import Ask, Beside, SequenceSlice
 
 
 class PickingRuntime(FakeBatchRuntime):
     """Picks tokens itself, as a runtime on a GPU does."""
 
-    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[PickedRow]:
         """As `runtimes.base.PickingRuntime.forward_picks`."""
         rows = torch.tensor(self.forward(batch))
-        return StepChoices(ask(), rows.shape[1], rows.device).found(rows) if len(rows) else []
+        choices = StepChoices(ask(), rows.shape[1], rows.device)
+        return choices.found(rows, lambda: beside(lambda: False)) if len(rows) else []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Harness, plain, refused
-from tests.pending_drafts import commit, line_message, pending, right_part, run_pass, timed
+from tests.pending_drafts import commit, learn_and_wait, line_message, pending, right_part, run_pass, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
@@ -76,7 +76,7 @@ def test_lookups_pay_where_a_text_repeats_itself_and_cost_nothing_elsewhere(
     while len(drafts.committed) < len(truth):
         drafted, committed, looked_up = run_pass(drafting, drafts, truth)
         assert drafts.num_lookup_chosen == len(drafted) and looked_up == len(committed) - 1
-        drafting.committed(drafts, [], committed, 0.0, crowding=1.0)
+        learn_and_wait(drafting, drafts, [], committed, 0.0)
         took_s, num_passes = took_s + 0.010 + 0.002 * len(drafted), num_passes + 1
     assert num_passes <= most_passes * len(truth)
     assert 0.010 * len(truth) / took_s >= least_speed

@@ -24,7 +24,7 @@ from tests.agents import (
     whole,
 )
 from tests.always_wrong import AlwaysWrongDrafter
-from tests.pending_drafts import commit, pending
+from tests.pending_drafts import commit, learn_and_wait, pending
 from tests.serving import serve_fake, target_tokens
 from tests.waiting import run
 
@@ -201,11 +201,11 @@ def waiting(*, patience_ms: float | None = None) -> tuple[Drafting, PendingDraft
     drafts = pending(drafting)
     drafts.patience_ms = patience_ms
     commit(drafts, 1)
-    drafting.committed(drafts, [], [1], 0.5, crowding=1.0)
+    learn_and_wait(drafting, drafts, [], [1], 0.5)
     drafting.merge_tree(drafts, TreeDraft(1, 0, [2, 3], [-1, 0], [13, 13], is_turn=True), 0.6)
     for token in (2, 3):
         commit(drafts, token)
-    drafting.committed(drafts, [2, 3], [2, 3], 1.0, crowding=1.0)
+    learn_and_wait(drafting, drafts, [2, 3], [2, 3], 1.0)
     return drafting, drafts
 
 
@@ -214,7 +214,7 @@ def test_a_turn_that_does_not_come_is_waited_for_once() -> None:
     drafting, drafts = waiting()
     assert drafting.is_waiting(drafts, 1.0 + 3.9 * STEP_S) and not drafting.is_waiting(drafts, 1.0 + 4.1 * STEP_S)
     commit(drafts, 4)
-    drafting.committed(drafts, [], [4], 2.0, crowding=1.0)
+    learn_and_wait(drafting, drafts, [], [4], 2.0)
     assert not drafts.in_turns and not drafting.is_waiting(drafts, 2.0)
     drafting, drafts = waiting()
     drafting.merge_tree(drafts, TreeDraft(3, 2, [], [], []), 1.01)
@@ -233,7 +233,7 @@ def test_a_client_cannot_make_the_target_wait_for_nothing() -> None:
         drafting.merge_tree(drafts, TreeDraft(base - 1, base, [9], [-1], [9], is_turn=True), now + 11 * STEP_S)
         commit(drafts, 5)
         now += 1.0
-        drafting.committed(drafts, [], [5], now, crowding=1.0)
+        learn_and_wait(drafting, drafts, [], [5], now)
     assert waited <= 4
 
 

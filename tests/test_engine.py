@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Harness, calibrated, plain, refused
+from tests.fake_runtime import FakeBatchRuntime
 from tests.picking_runtime import PickingRuntime
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.runtimes.base import SequenceSlice
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
 
@@ -83,6 +85,27 @@ def test_a_runtime_may_pick_tokens_itself() -> None:
     assert bad.code == "model_fault"
 
 
+def test_drafts_that_come_while_a_device_runs_a_step_are_merged_then() -> None:
+    """Also behind one whose merging raises, which loses that draft and nothing else."""
+    truth, came = plain(PROMPTS[1], SAMPLED, 6), list[int]()
+
+    def while_it_runs(batch: Sequence[SequenceSlice]) -> None:
+        if text.tokens and not came:
+            harness.engine._drafts.append(lambda: came.append(1 // 0))
+            harness.engine.draft(session, 1, [truth[1:4]])
+            came.append(len(text.tokens))
+
+    harness = Harness(kind=PickingRuntime, step_s=lambda num_tokens: 0.0, on_step=while_it_runs)
+    session, text = harness.submit(PROMPTS[1], 6)
+    harness.step()
+    assert harness.engine.stats().totals.draft_nodes == 0
+    harness.step()
+    totals = harness.engine.stats().totals
+    assert (came, totals.draft_nodes, totals.faults) == ([1], 3, 1)
+    harness.run()
+    assert text.tokens == truth and text.commits[2].accepted == 2
+
+
 @pytest.mark.parametrize(("is_shared", "num_new"), [(True, 2), (False, 30)])
 def test_common_prefixes_are_computed_once_unless_that_is_switched_off(is_shared: bool, num_new: int) -> None:
     """The second request with the same prompt runs only the tokens after the last full block, or all of them."""
@@ -123,7 +146,8 @@ def test_no_draft_changes_the_text(seed: int) -> None:
     rng = random.Random(seed)
     params = rng.choice([SamplingParams(), SAMPLED, SamplingParams(temperature=1.2, top_p=0.9, seed=5)])
     config = EngineConfig(policy=rng.choice(list(Policy)), step_tokens=rng.choice([3, 16]), max_draft=6)
-    harness = Harness(config=config, num_blocks=rng.choice([22, 128]))
+    runtime = rng.choice([FakeBatchRuntime, PickingRuntime])
+    harness = Harness(kind=runtime, config=config, num_blocks=rng.choice([22, 128]))
     truths = [plain(prompt, params, 24) for prompt in PROMPTS[:3]]
     sequences = [harness.submit(prompt, 24, params=params) for prompt in PROMPTS[:3]]
     late: list[tuple[int, int, list[list[int]]]] = []

@@ -20,8 +20,7 @@ from outrider.cloud.engine.cache import ParkedPrefix
 from outrider.cloud.seam import EndEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.processors.chooser import PickedRow
-from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.runtimes.base import Ask, Beside, SequenceSlice
 
 # -- one bad sequence ---------------------------------------------------------------------------------------------
 
@@ -199,10 +198,8 @@ def test_calibration_times_the_picks_of_a_runtime_that_picks() -> None:
             clock.now += 0.040
             return super().forward(batch)
 
-        def forward_picks(
-            self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]
-        ) -> list[PickedRow]:
-            found = super().forward_picks(batch, ask)
+        def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[PickedRow]:
+            found = super().forward_picks(batch, ask, beside)
             clock.now += 0.005
             return found
 

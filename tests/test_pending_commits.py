@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pending_drafts import advance
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
@@ -66,7 +67,7 @@ class Side:
         drafts.committed += tokens
         if self.is_late:
             return drafts.follow(tokens, teaches_path=True)
-        looked_up = drafts.advance(tokens)
+        looked_up = advance(drafts, tokens)
         drafts.acceptance.observe(pending, tokens)
         return looked_up
 

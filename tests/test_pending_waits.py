@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
-from tests.pending_drafts import commit, line_message, pending, timed
+from tests.pending_drafts import commit, learn_and_wait, line_message, pending, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.drafting import Drafting
@@ -152,14 +152,14 @@ def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None
     now = 0.0
     for base in range(1, 6):
         commit(drafts, 9)
-        drafting.committed(drafts, [], [9], now, crowding=1.0)
+        learn_and_wait(drafting, drafts, [], [9], now)
         drafting.merge_tree(
             drafts, TreeDraft(base, 3 * base, [4, 5, 6], [ROOT, 3 * base, ROOT], [9, 9, 3]), now + 0.005
         )
         now += 1.0
     assert drafts.lag.seconds_until(3) == [pytest.approx(0.005), pytest.approx(0.005), None]
     commit(drafts, 9)
-    drafting.committed(drafts, [4, 5], [9], now, crowding=1.0)
+    learn_and_wait(drafting, drafts, [4, 5], [9], now)
     drafting.choose([drafts], 99, StepSize(1, 0), 0.0)
     assert drafts.trie and drafts.trie.num_looked_up == drafts.trie.num_nodes
 
@@ -178,7 +178,7 @@ def test_drafts_that_are_always_late_are_learned_from(num_wrong: int, is_tree: b
     drafts = pending(drafting)
     for base in range(1, 40):
         commit(drafts, base)
-        drafting.committed(drafts, [], [base], 0.020 * base, crowding=1.0)
+        learn_and_wait(drafting, drafts, [], [base], 0.020 * base)
         if base > 5 and is_tree:
             late = line_message(base - 5, 10 * base, range(base - 4, base + 1))
             drafting.merge_tree(drafts, late, 0.020 * base + 0.001)
@@ -199,7 +199,7 @@ def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
         line = drafts.trie.likeliest_of_device(32)
         commit(drafts, *text[base : base + 40])
         now += 1.0
-        drafting.committed(drafts, line, text[base : base + 40], now, crowding=1.0)
+        learn_and_wait(drafting, drafts, line, text[base : base + 40], now)
     assert len(chosen.tokens) == 32
     assert drafts.wait.want > 16
 
@@ -211,7 +211,7 @@ def guessed(tokens: Sequence[int], level: int) -> tuple[Drafting, PendingDrafts]
     drafts.lag = DraftLag(4.0)
     commit(drafts, 1)
     drafting.merge_tree(drafts, line_message(1, 0, tokens, level), 0.001)
-    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
+    learn_and_wait(drafting, drafts, [], [1], 0.001)
     return drafting, drafts
 
 
@@ -236,7 +236,7 @@ def test_a_wait_ends_where_its_path_is_unlikely_to_go_on() -> None:
     drafting.merge_tree(drafts, line_message(1, 1, [3, 4], 8), 0.002)
     assert not drafting.is_waiting(drafts, 0.002)
     commit(drafts, 9)
-    drafting.committed(drafts, [], [9], 0.003, crowding=1.0)
+    learn_and_wait(drafting, drafts, [], [9], 0.003)
     assert drafting.is_waiting(drafts, 0.004) and not drafting.is_waiting(drafts, 1.0)
     assert drafts.lag.answer_rate < 1.0
 

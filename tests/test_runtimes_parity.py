@@ -150,7 +150,7 @@ def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime
     positions = [38, 39, 40, 19, 20]
     expected = [pick(row, p, i) for row, p, i in zip(runtime.forward(batch), params, positions, strict=True)]
     asked = [AskedRows(p, [position]) for p, position in zip(params, positions, strict=True)]
-    assert runtime.forward_picks(batch, lambda: asked) == expected
+    assert runtime.forward_picks(batch, lambda: asked, lambda is_over: None) == expected
 
 
 def test_shared_prefix_blocks(runtime: BatchRuntime, truth: Truth) -> None:

@@ -183,7 +183,7 @@ def _steps(
             batch = [SequenceSlice([1], context, table, 1) for table in tables]
             asked = [AskedRows(SamplingParams(temperature=0.8, seed=i), [context]) for i in range(num)]
 
-            picked = partial(runtime.forward_picks, batch, partial(list, asked))
+            picked = partial(runtime.forward_picks, batch, partial(list, asked), lambda is_over: None)
             whole = partial(runtime.forward, batch)
             picked()
             whole()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
 
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.intake import Intake
@@ -25,6 +27,11 @@ from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.processors.chooser import AcceptanceChooser
 
+_MOST_PAUSE: Final = 0.8
+"""Of a step's expected time: when the engine begins what it does while a device runs the step."""
+_SOONER, _LATER = 0.8, 0.02
+_SHORTEST_S: Final = 0.001
+
 
 class Engine(Intake):
     """Continuous batching, a block KV cache, chunked prefill, prefix sharing, preemption, verification of drafts."""
@@ -33,6 +40,7 @@ class Engine(Intake):
         """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
         started = self._clock()
         self._read_inbox()
+        self._read_drafts()
         self._cache.parked.evict_old()
         if self.health.seconds_to_probe() == 0.0:
             self._probe()
@@ -42,6 +50,7 @@ class Engine(Intake):
         self._scheduler.admit()
         shares = self._scheduler.gather(started)
         if not shares:
+            self._learn()
             deadlines = (
                 self._scheduler.next_deadline(started),
                 self._first_due - started if self.has_work and self._first_due < math.inf else None,
@@ -52,9 +61,9 @@ class Engine(Intake):
         ready = self._clock()
         size = StepSize(sum(len(share.new) for share in shares), sum(share.num_attended for share in shares))
         passes, faults = self._totals.passes, self._totals.faults
-        self._moved_s = 0.0
+        self._moved_s, self._is_beside = 0.0, False
         try:
-            rows = self._runner.forward(shares)
+            rows = self._runner.forward(shares, partial(self._work_beside, ready, size))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a runtime may raise anything, such as a Rust panic
@@ -67,7 +76,9 @@ class Engine(Intake):
                 time.sleep(0.0)  # lets the event loop have Python at once: for one text that is sooner, for many later
             has_trees = any(share.depths for share in shares)
             self._totals.tree_steps += has_trees
-            self._drafting.stepped(size, ran - ready + self._moved_s, has_trees)
+            self._times = size, ran - ready + self._moved_s, has_trees
+            if not self._is_beside:
+                self._learn_times()
         model_s = ran - ready + self._moved_s
         took_s = self._clock() - started
         self._totals.count_step(size.tokens, model_s=model_s, overhead_s=took_s - model_s)
@@ -182,16 +193,20 @@ class Engine(Intake):
         accepted_nodes: indices of the accepted drafted tokens. is_held: whether the cache holds them in their places;
         else they run again.
         """
-        sequence = share.sequence
+        sequence, drafts = share.sequence, share.sequence.drafts
         base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
-        pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
         chooser = sequence.chooser
         by_rule = chooser if isinstance(chooser, AcceptanceChooser) else None
         sequence.computed = len(sequence.tokens) + (accepted if is_held else 0)
         sequence.tokens += tokens
         sequence.generated.extend(tokens)
-        num_lookup_proposed = min(sequence.drafts.num_lookup_chosen, proposed)
-        looked_up = sequence.drafts.advance(tokens)
+        reason = self._end_reason(sequence)
+        num_lookup_proposed = min(drafts.num_lookup_chosen, proposed)
+        looked_up = drafts.follow(tokens, teaches_path=not reason)
+        if self._is_beside and base:
+            self._lessons.append(sequence)  # learned from beside the next step
+        else:
+            drafts.settle()  # at once; a text's first commit teaches most
         self._cache.register_full_blocks(sequence)
         sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)
         judged, tested = None, 0
@@ -205,13 +220,10 @@ class Engine(Intake):
         self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up, tested=tested)
         logprobs = tuple(chooser.logprobs) if chooser is not None else ()
         sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs, judged))
-        reason = self._end_reason(sequence)
         if reason:
             self._finish(sequence, reason)
-        else:
-            self._drafting.committed(
-                sequence.drafts, pending, tokens, now, crowding=self._scheduler.owners.crowding(sequence)
-            )
+        elif self._drafting.may_wait(drafts):
+            self._drafting.start_wait(drafts, now, crowding=self._scheduler.owners.crowding(sequence))
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
@@ -242,6 +254,49 @@ class Engine(Intake):
     def _read_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+
+    def _read_drafts(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        while self._drafts and not is_over():
+            self._try(self._drafts.popleft())
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Does something with a sequence's drafts; where it raises, these are lost, which is always allowed."""
+        try:
+            act()
+        except Exception as error:
+            self._totals.faults += 1
+            log_fault(error)
+
+    def _work_beside(self, began: float, size: StepSize, is_over: Callable[[], bool]) -> None:
+        """What need not be done between two steps, while a device runs one that began at `began`: learns from the last
+        one, and reads drafts. is_over: whether the device is done.
+
+        It begins late, so that drafts arrive before, and the event loop has Python to itself; sooner after steps that
+        were over before it was done.
+        """
+        self._is_beside = True
+        self._try(self._learn_times)
+        pause_s = began + self._pause * self._drafting.curve.expected_s(size) - self._clock()
+        if pause_s > _SHORTEST_S:
+            time.sleep(pause_s)
+        self._learn(is_over)
+        self._read_drafts(is_over)
+        self._pause = self._pause * _SOONER if is_over() else min(_MOST_PAUSE, self._pause + _LATER)
+
+    def _learn_times(self) -> None:
+        """Learns how long the last step took."""
+        if self._times is not None:
+            self._drafting.stepped(*self._times)
+            self._times = None
+
+    def _learn(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Learns from commits, and prepares what the choice after them needs. What is left settles with its next."""
+        while self._lessons and not is_over():
+            sequence = self._lessons.popleft()
+            self._try(sequence.drafts.settle)
+            if sequence.id in self._sequences:
+                crowding = self._scheduler.owners.crowding(sequence)
+                self._try(partial(self._drafting.prepare, sequence.drafts, crowding=crowding))
 
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""

@@ -20,6 +20,7 @@ from outrider.cloud.engine.scheduler import Scheduler
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.swap import BlockSwap
 from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.seam import EndEvent, EngineStats, SequenceEndReason, Totals
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.faults import log_fault
@@ -56,6 +57,11 @@ class EngineState:
         self._swap = BlockSwap(runtime, self._config.spill, self._totals, clock)
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._drafts: deque[Callable[[], None]] = deque()  # to be merged
+        self._lessons: deque[SequenceState] = deque()  # that committed in the last step, and have not learned from it
+        self._times: tuple[StepSize, float, bool] | None = None  # of the last step, as `Drafting.stepped` takes them
+        self._pause = 0.5  # of a step's expected time, before the engine works beside it
+        self._is_beside = False  # the present step's model ran beside us
         self._sequences: dict[int, SequenceState] = {}
         self._first_due = math.inf  # when the next deadline of a sequence passes
         self._ids = itertools.count(1)
@@ -185,6 +191,8 @@ class EngineState:
     def _forget_all(self) -> list[SequenceState]:
         """Every sequence that was open."""
         self._inbox.clear()
+        self._drafts.clear()
+        self._lessons.clear()
         ended = list(self._sequences.values())
         self._sequences.clear()
         return ended

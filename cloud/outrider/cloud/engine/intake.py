@@ -152,9 +152,13 @@ class Intake(EngineState):
             check()
         except RequestError as error:
             if error.code == "stale_draft":  # even this shows how long the device takes to answer
-                self._put(merge)
+                self._put_draft(merge)
             raise
-        self._put(merge)
+        self._put_draft(merge)
+
+    def _put_draft(self, merge: Callable[[], None]) -> None:
+        self._drafts.append(merge)
+        self.wake()
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""

@@ -19,7 +19,7 @@ from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import PickedChooser, PickedRow, TokenChooser
 from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice, TreeRuntime
+from outrider.models.runtimes.base import Ask, BatchRuntime, Beside, PickingRuntime, SequenceSlice, TreeRuntime
 
 Rows = NDArray[np.float32] | list[PickedRow]
 """Logits [rows, V], or what the runtime picked."""
@@ -29,6 +29,10 @@ _USUAL_S: Final = sys.getswitchinterval()
 _SOON_S: Final = 0.0005
 """How long another thread may keep Python from the engine's while rows are chosen. Each call of numpy gives Python
 away, some ten a row: beside a busy event loop, at 5 ms each, a step of 70 ms took 200."""
+
+
+def _nothing(is_over: Callable[[], bool]) -> None:
+    """Beside a step that stands alone."""
 
 
 @contextmanager
@@ -65,9 +69,9 @@ def tree_mask(parents: Sequence[int], num_before: int) -> NDArray[np.uint8]:
     return mask
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Share:
-    """One sequence's part of a step: `new` tokens to run, the last of them `drafted`.
+    """One sequence's part of a step: `new` tokens to run, the last of them `drafted`. Not to be changed.
 
     is_complete: the tokens reach the sequence's end, so the target picks its next token in this step.
     depths: of the drafted tokens, where they are no line.
@@ -80,7 +84,7 @@ class Share:
     depths: list[int] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "depths", None if self.drafted.is_line else depths(self.drafted.parents))
+        self.depths = None if self.drafted.is_line else depths(self.drafted.parents)
 
     @property
     def num_drafted(self) -> int:
@@ -141,8 +145,11 @@ class ModelRunner:
         self._health = health
         self._clock = clock
 
-    def forward(self, shares: Sequence[Share]) -> Rows:
-        """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
+    def forward(self, shares: Sequence[Share], beside: Beside = _nothing) -> Rows:
+        """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing.
+
+        beside: called where a device runs the model, while it does.
+        """
         num_rows = sum(share.num_rows for share in shares)
         slices = [share.as_slice() for share in shares]
 
@@ -150,7 +157,7 @@ class ModelRunner:
             with python_soon() if any(share.sequence.chooser for share in shares) else nullcontext():
                 return [share.asked() for share in shares if share.num_rows]
 
-        return self._run(slices, num_rows, ask)
+        return self._run(slices, num_rows, ask, beside)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves keys and values of an accepted branch into place. Raises what the runtime raises."""
@@ -172,10 +179,16 @@ class ModelRunner:
         self._run([SequenceSlice([0] * num_new, past, blocks, num_rows)], num_rows, lambda: asked)
         return self._clock() - started
 
-    def _run(self, slices: Sequence[SequenceSlice], num_rows: int, ask: Callable[[], Sequence[AskedRows]]) -> Rows:
+    def _run(
+        self,
+        slices: Sequence[SequenceSlice],
+        num_rows: int,
+        ask: Ask,
+        beside: Beside = _nothing,
+    ) -> Rows:
         with self._health.watched():
             if isinstance(self._runtime, PickingRuntime):
-                rows: Rows = self._runtime.forward_picks(slices, ask)
+                rows: Rows = self._runtime.forward_picks(slices, ask, beside)
             else:
                 rows = self._runtime.forward(slices)
             if len(rows) != num_rows:

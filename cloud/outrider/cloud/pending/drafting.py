@@ -179,7 +179,7 @@ class Drafting(DraftWaits):
             return
         if not self.curve.is_known:
             return
-        expected_s = float(self.curve.seconds(size.tokens, size)[-1])
+        expected_s = self.curve.expected_s(size)
         self.trees.ran(seconds, expected_s)
         if size.tokens > self.curve.largest:  # no line of about this size was run of late
             self.curve.observe(size, seconds / self.trees.ratio)

@@ -219,6 +219,10 @@ class StepTimeCurve:
             return out + self._slope_s * (fixed.attended + context * further)
         return out
 
+    def expected_s(self, size: StepSize) -> float:
+        """Seconds that a step of this size likely takes; 0 where nothing is known."""
+        return float(self.seconds(size.tokens, size)[-1]) if size.tokens and self._medians else 0.0
+
     def _predicted(self, most: int) -> NDArray[np.float64]:
         """Seconds of 1, 2, ... `most` tokens that attend to nothing; not to be changed."""
         medians, counts = dict(self._medians), {size: len(seen) for size, seen in list(self._seen.items())}

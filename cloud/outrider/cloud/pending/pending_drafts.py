@@ -86,19 +86,11 @@ class PendingDrafts:
         self.sources = Sources(sources)
         self.wait, self.wait_nodes, self.num_lookup_chosen, self.in_turns = NO_WAIT, 0, 0, False
 
-    def advance(self, tokens: Sequence[int]) -> int:
-        """Learns from the committed `tokens`, and drops what they contradict; what follows them stays pending.
-
-        Returns how many of them, the last left out, were looked up.
-        """
-        num_looked_up = self.follow(tokens, teaches_path=False)
-        self.settle()
-        return num_looked_up
-
     def follow(self, tokens: Sequence[int], *, teaches_path: bool) -> int:
-        """The same, but learns and drops nothing before `settle`. teaches_path: then `acceptance` learns, too.
+        """Moves to behind the committed `tokens`; learns from them, and drops what they contradict, in `settle`.
 
-        A choice needs no more than this; what it takes depends on the tokens only.
+        Returns how many of them, the last left out, were looked up. teaches_path: `acceptance` learns, too. A choice
+        needs no more than this; what it takes depends on the tokens only.
         """
         if self.trie.passed:
             self.settle()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.models.picks.rejection import Evidence
 
 
-@dataclass(frozen=True, slots=True)
-class SelectedDrafts:
-    """Drafted tokens, parents before their children, the likeliest path first.
+class SelectedDrafts(NamedTuple):
+    """Drafted tokens, parents before their children, the likeliest path first. A tuple, as `vllm.commits.Commit` is.
 
     parents: for each token the index of its parent in `tokens`; -1: it follows the last committed token. A line is
     -1, 0, 1, ... evidence: of each token, where the rule needs it; then they are a line.
@@ -42,7 +41,8 @@ class SelectedDrafts:
     @property
     def is_line(self) -> bool:
         """Whether each token follows the one before it."""
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+        parents = self.parents
+        return isinstance(parents, range) or all(parent == index - 1 for index, parent in enumerate(parents))
 
 
 NOTHING = SelectedDrafts()

@@ -41,17 +41,6 @@ class DraftWaits:
         self.curve = StepTimeCurve(captured)
         self.distributions = Distributions()
 
-    def committed(
-        self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
-    ) -> None:
-        """Learns from a commit; starts a wait if little of the device's is pending after it.
-
-        pending: the likeliest path before the step, as far as the device sent it. crowding: sequences for each place.
-        """
-        drafts.acceptance.observe(pending, tokens)
-        if self.may_wait(drafts):
-            self.start_wait(drafts, now, crowding=crowding)
-
     def may_wait(self, drafts: PendingDrafts) -> bool:
         """After a commit: whether little of the device's is pending."""
         drafts.turn_s = 0.0

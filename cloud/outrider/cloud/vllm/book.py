@@ -265,10 +265,10 @@ class Book:
             else:
                 num_left = served.drafts.num_left
                 paths[served] = [_PROBE_TOKEN] * max(0, min(served.terms.probe, num_left - 1))
-        chosen, most = self._chosen(others, max(0, budget), fixed, context), self._max_draft
+        chosen = self._chosen(others, max(0, budget), fixed, context)
         for served in others:
             found = chosen.get(served.drafts)
-            paths[served] = list(found.tokens[:most]) if found is not None else []
+            paths[served] = list(found.tokens) if found is not None else []
         return paths
 
     def is_open(self, number: int) -> bool:
@@ -371,11 +371,6 @@ class Book:
             self.totals.count_step(size.tokens, model_s=seconds, overhead_s=overhead_s)
             self.totals.draft_nodes = self.drafting.num_nodes
             self.drafting.distributions.stepped(num_sequences, size.tokens, seconds + overhead_s)
-
-    def expected_s(self, size: StepSize) -> float:
-        """Seconds that the model will likely take for a step; 0 where nothing is known."""
-        curve = self.drafting.curve
-        return float(curve.seconds(size.tokens, size)[-1]) if size.tokens and curve.is_known else 0.0
 
     def patience_ms(self) -> float:
         """The longest wait for a draft that is chosen now."""

@@ -160,7 +160,7 @@ class OutriderScheduler(FairSteps):
             self._is_probing &= served is not None and served.terms.probe is not None
         self._size = StepSize(tokens, attended)
         self._catch_up()
-        self._reader.read_during(self._ordered_s, self._book.expected_s(self._size))
+        self._reader.read_during(self._ordered_s, self._book.drafting.curve.expected_s(self._size))
 
     def _catch_up(self) -> None:
         """Learns from the last step, and reports what it counted."""

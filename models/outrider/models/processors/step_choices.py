@@ -6,7 +6,7 @@ reads what was found. For vLLM's workers and for the torch runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -84,13 +84,16 @@ class StepChoices:
             found.append(tuple(token_logprobs(token, row, count) for token, row in zip(own, its, strict=False)))
         return found
 
-    def found(self, logits: torch.Tensor) -> list[PickedRow]:
+    def found(self, logits: torch.Tensor, beside: Callable[[], None] | None = None) -> list[PickedRow]:
         """Chooses, and waits: of each row its token, with logprobs where they were asked for; or the row, float32 [V].
 
-        logits: as of `choose`.
+        logits: as of `choose`. beside: called once the device has its orders.
         """
         whole: NDArray[np.float32] = logits[self._whole].cpu().numpy()
-        tokens = self.choose(logits).tolist()
+        picks = self.choose(logits)
+        if beside is not None:
+            beside()
+        tokens = picks.tolist()
         picked: list[PickedRow] = [None if token < 0 else token for token in tokens]
         its = [tokens[first:end] for first, end in zip(self._firsts, self._firsts[1:], strict=False)]
         for first, reported in zip(self._firsts, self.logprobs(its), strict=False):

@@ -93,15 +93,21 @@ class BatchRuntime(Protocol):
         """Releases model and cache; safe to call twice."""
 
 
+Ask = Callable[[], "Sequence[AskedRows]"]
+"""Tells what decides a step's rows, text by text in their order."""
+Beside = Callable[[Callable[[], bool]], None]
+"""Works while a device runs a step, until the function that it gets says that the device is done."""
+
+
 @runtime_checkable
 class PickingRuntime(Protocol):
     """A BatchRuntime that picks tokens where its logits are: copying rows of 152k from a GPU to the host costs more."""
 
-    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[PickedRow]:
         """As `BatchRuntime.forward`, but returns each row's token as `sampling.pick` takes it from the changed row.
 
-        ask: tells what decides the rows, text by text in their order; called once, while the model runs where the
-        device lets it.
+        ask: called once, while the model runs where the device lets it. beside: called once all is ordered, where a
+        device carries it out meanwhile; nowhere else.
         """
 
 

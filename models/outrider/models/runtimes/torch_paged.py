@@ -34,8 +34,7 @@ from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError, ModelFault
 from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.step_choices import StepChoices
-from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.base import Ask, Beside, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_cache import (
@@ -234,11 +233,13 @@ class TorchPagedRuntime(TorchCache):
         return logits
 
     @torch.inference_mode()
-    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[PickedRow]:
         """As `PickingRuntime.forward_picks`."""
         logits = self._logits(batch)
         choices = StepChoices(ask(), self.limits.vocab_size, self._device)  # on CUDA the model still runs
-        return choices.found(logits.contiguous()) if len(logits) else []
+        if not len(logits):
+            return []
+        return choices.found(logits.contiguous(), partial(_beside, beside) if self._device.type == "cuda" else None)
 
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
@@ -373,3 +374,10 @@ class TorchPagedRuntime(TorchCache):
 
 def _unfit(path: Path, why: str) -> str:
     return f"the model in {path} does not use transformers' attention interface as the torch runtime needs it: {why}"
+
+
+def _beside(act: Beside) -> None:
+    """Does something until CUDA has carried out all of its present orders."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    act(done.query)
