@@ -138,16 +138,16 @@ from outrider.models.picks import sampling_triton as kernels
 signature = lambda kernel, types: dict(zip(kernel.arg_names, types.split(), strict=True))
 best = signature(kernels._best_of_block, "*fp32 i32 *i32 *i32 *fp64 i32 *fp64 *i32 *fp32 i32 constexpr")
 reach = signature(kernels._reach_of_row, "*i32 *fp32 *fp64 *i32 i32 constexpr constexpr")
+truncated = signature(
+    kernels._truncated_row, "*fp32 i32 *fp64 *i64 *fp64 *fp64 *fp32 *fp32 i32 constexpr constexpr"
+)
+rows = ({"BLOCK": kernels._REACH_BLOCK, "NUM_BORDERS": kernels._NUM_BORDERS}, {"num_warps": kernels._REACH_WARPS})
 found = {}
 for arch in json.loads(sys.argv[1]):
     for kernel, types, constants, options in (
         (kernels._best_of_block, best, {"BLOCK": kernels._BLOCK}, {}),
-        (
-            kernels._reach_of_row,
-            reach,
-            {"BLOCK": kernels._REACH_BLOCK, "NUM_BORDERS": kernels._NUM_BORDERS},
-            {"num_warps": kernels._REACH_WARPS},
-        ),
+        (kernels._reach_of_row, reach, *rows),
+        (kernels._truncated_row, truncated, *rows),
     ):
         source = ASTSource(kernel, signature=types, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -169,5 +169,5 @@ def test_compilers_for_gpus_take_the_kernels(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
-    assert len(found) == 6
+    assert len(found) == 9
     assert all(size > 1000 and shared < 48 << 10 for size, shared in found.values())

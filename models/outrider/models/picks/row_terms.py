@@ -158,6 +158,11 @@ class RowPart:
         """See the class."""
         return self._has(_Column.XTC, _NO_XTC)
 
+    @property
+    def is_common(self) -> bool:
+        """Whether no row needs more than top-k, top-p and min-p."""
+        return not (self.has_typical_p or self.has_xtc)
+
     def _has(self, column: _Column, off: float) -> bool:
         return bool((self._host[column].view(np.float64) != off).any())
 

@@ -48,7 +48,10 @@ def choose_rows(logits: torch.Tensor, rows: RowTerms, is_finite: torch.Tensor | 
 def _rows_together(logits: torch.Tensor, part: RowPart) -> int:
     if isinstance(part.rows, slice) and part.way in (Way.GREEDY, Way.PLAIN) and kernels(logits.device) is not None:
         return len(logits)  # nothing is made that is as wide as they are
-    return max(1, (_GPU_CHUNK if logits.is_cuda else _CHUNK) // logits.shape[1])
+    chunk = _CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
+    if part.is_common and kernels(logits.device) is not None:
+        chunk *= 4  # 8 bytes of temporaries each
+    return max(1, chunk // logits.shape[1])
 
 
 def _choose_on_cpu(logits: torch.Tensor, part: RowPart) -> Picked:
@@ -57,8 +60,11 @@ def _choose_on_cpu(logits: torch.Tensor, part: RowPart) -> Picked:
 
 def _choose_on_device(logits: torch.Tensor, part: RowPart) -> Picked:
     is_whole = part.way in (Way.GREEDY, Way.PLAIN)
-    values = logits if is_whole else logits.masked_fill(~survivors(logits, part).is_kept, -torch.inf)
     fast = kernels(logits.device)
+    if fast is not None and not is_whole and part.is_common:
+        values, highest = fast.truncated(logits, part)
+        return Picked(fast.best_scores(values, part)[0], highest)
+    values = logits if is_whole else logits.masked_fill(~survivors(logits, part).is_kept, -torch.inf)
     if fast is not None:
         tokens, highest = fast.best_scores(values, part)
         return Picked(tokens, highest if is_whole else logits.amax(1))

@@ -4,8 +4,8 @@
 a margin far over float32's error, and computes in float64 the scores of those alone: one or two in a block. So the
 picks are those of float64, also on GPUs that have next to none of it.
 
-`reach` has one program per row. Each round splits the range of keys that is left into 16, and sums up the weights below
-each border: 8 rounds for 32 bits. The row stays in the GPU's cache between the rounds.
+`reach` and `truncated` have one program per row. Each round splits the range of keys that is left into 16, and sums up
+the weights below each border: 8 rounds for 32 bits. The row stays in the GPU's cache between the rounds.
 
 Sums are taken in an order that depends on the row alone, never on the batch.
 """
@@ -21,12 +21,13 @@ from triton import language as tl
 from outrider.models.picks.row_terms import RowPart
 
 _BLOCK: Final = 2048
-_REACH_BLOCK: Final = 4096
+_REACH_BLOCK: Final = 2048  # for larger ones a GPU lacks registers
 _REACH_WARPS: Final = 16
 _NUM_BORDERS: Final = 16
 _NONE: Final = tl.constexpr((1 << 31) - 1)  # no id is as high
 _MARGIN: Final = tl.constexpr(1e-3)
 """Of a variate in float32: its error is under 1e-4."""
+_LOWEST: Final = tl.constexpr(-200.0)  # `narrowing_torch.LOWEST`
 _RELATIVE_MARGIN: Final = tl.constexpr(1e-6)
 """Of logit / temperature in float32, and of its sum with the variate."""
 
@@ -129,25 +130,39 @@ def best_scores(logits: torch.Tensor, part: RowPart) -> tuple[torch.Tensor, torc
 
 
 @triton.jit
+def _masses_to(keys, masses, borders):
+    """The mass of what has each border's key or a lower one: float64 [borders]."""
+    return tl.sum(tl.where(keys[:, None] <= borders[None, :], masses[:, None], 0.0), axis=0).to(tl.float64)
+
+
+@triton.jit
+def _borders_of(low, step, NUM_BORDERS: tl.constexpr):
+    """The last key of each part."""
+    return (low + step * (tl.arange(0, NUM_BORDERS) + 1) - 1).to(tl.int32)
+
+
+@triton.jit
+def _low_of(low, step, masses, goal, NUM_BORDERS: tl.constexpr):
+    """Where the part begins in which the goal is reached: the last one, where it never is."""
+    return low + step * tl.minimum(tl.sum((masses < goal).to(tl.int64), axis=0), NUM_BORDERS - 1)
+
+
+@triton.jit
 def _reach_of_row(keys, weights, wanted, found, size, BLOCK: tl.constexpr, NUM_BORDERS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     goal = tl.load(wanted + row)
     low = tl.full((), -2147483648, tl.int64)  # the least key that may be the one
     width = tl.full((), 1 << 32, tl.int64)  # of the keys from there on
     while width > 1:
-        step = width // NUM_BORDERS
-        borders = (low + step * (tl.arange(0, NUM_BORDERS) + 1) - 1).to(tl.int32)  # the last key of each part
+        width = width // NUM_BORDERS
+        borders = _borders_of(low, width, NUM_BORDERS)
         masses = tl.zeros((NUM_BORDERS,), tl.float64)
         for start in range(0, size, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            is_there = ids < size
-            own = tl.load(keys + row * size + ids, mask=is_there, other=0)
-            mass = tl.load(weights + row * size + ids, mask=is_there, other=0.0)
-            below = tl.where(own[:, None] <= borders[None, :], mass[:, None], 0.0)
-            masses += tl.sum(below, axis=0).to(tl.float64)
-        short = tl.sum((masses < goal).to(tl.int64), axis=0)
-        low += step * tl.minimum(short, NUM_BORDERS - 1)
-        width = step
+            own = tl.load(keys + row * size + ids, mask=ids < size, other=0)
+            mass = tl.load(weights + row * size + ids, mask=ids < size, other=0.0)
+            masses += _masses_to(own, mass, borders)
+        low = _low_of(low, width, masses, goal, NUM_BORDERS)
     tl.store(found + row, low.to(tl.int32))
 
 
@@ -169,3 +184,128 @@ def reach(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> to
         num_warps=_REACH_WARPS,
     )
     return found
+
+
+@triton.jit
+def _rank(values):
+    """int32, the lower the higher the logit."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # both zeros are equal
+    return ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _weights(values, peak, divisor, last_rank):
+    """exp((logit - maximum) / temperature), 0 for what top-k drops, or is not there; and keys, the heaviest first."""
+    logs = tl.maximum((values - peak) / divisor, _LOWEST)
+    is_in = (values > float("-inf")) & (_rank(values) <= last_rank)
+    weights = tl.where(is_in, tl.exp(logs), 0.0)
+    return weights, ~weights.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _truncated_row(
+    logits,
+    logits_stride,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    truncated,
+    peaks,
+    size,
+    BLOCK: tl.constexpr,
+    NUM_BORDERS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    truncated += row * size
+    divisor = tl.load(temperatures + row).to(tl.float32)
+    peak = tl.full((), float("-inf"), tl.float32)
+    for start in range(0, size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(tl.where(values == values, values, float("inf")), axis=0))
+    tl.store(peaks + row, peak)
+
+    # Top-k: the rank up to which there are as many tokens.
+    most = tl.load(top_k + row)
+    last_rank = tl.where(most > 0, -2147483648, 2147483647).to(tl.int64)
+    width = tl.where(most > 0, 1 << 32, 1).to(tl.int64)
+    while width > 1:
+        width = width // NUM_BORDERS
+        borders = _borders_of(last_rank, width, NUM_BORDERS)
+        counts = tl.zeros((NUM_BORDERS,), tl.float64)
+        for start in range(0, size, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+            counts += _masses_to(_rank(values), (values > float("-inf")).to(tl.float32), borders)
+        last_rank = _low_of(last_rank, width, counts, most.to(tl.float64), NUM_BORDERS)
+
+    # Top-p: the weight down to which the mass is reached.
+    share = tl.load(top_p + row)
+    total = tl.zeros((), tl.float64)
+    for start in range(0, size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+        weights, _ = _weights(values, peak, divisor, last_rank)
+        total += tl.sum(weights.to(tl.float64), axis=0)
+    goal = share * total
+    last_key = tl.where(share < 1.0, -2147483648, 2147483647).to(tl.int64)
+    width = tl.where(share < 1.0, 1 << 32, 1).to(tl.int64)
+    while width > 1:
+        width = width // NUM_BORDERS
+        borders = _borders_of(last_key, width, NUM_BORDERS)
+        masses = tl.zeros((NUM_BORDERS,), tl.float64)
+        for start in range(0, size, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+            weights, keys = _weights(values, peak, divisor, last_rank)
+            masses += _masses_to(keys, weights, borders)
+        last_key = _low_of(last_key, width, masses, goal, NUM_BORDERS)
+    heavier = tl.zeros((), tl.float64)
+    for start in range(0, size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+        weights, keys = _weights(values, peak, divisor, last_rank)
+        heavier += tl.sum(tl.where(keys < last_key, weights, 0.0).to(tl.float64), axis=0)
+    lightest = (~last_key.to(tl.int32)).to(tl.float32, bitcast=True).to(tl.float64)
+    short = tl.maximum(tl.ceil((goal - heavier) / lightest), 1.0)  # of the equally likely, as many as it takes
+
+    least = tl.load(min_p + row).to(tl.float32)
+    num_equal = tl.zeros((), tl.int32)
+    for start in range(0, size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+        weights, keys = _weights(values, peak, divisor, last_rank)
+        is_equal = (keys == last_key).to(tl.int32)
+        is_kept = (keys < last_key) | ((is_equal == 1) & (num_equal + tl.cumsum(is_equal, axis=0) <= short))
+        is_kept = is_kept & (weights >= least) & (values > float("-inf")) & (_rank(values) <= last_rank)
+        num_equal += tl.sum(is_equal, axis=0)
+        tl.store(truncated + ids, tl.where(is_kept, values, float("-inf")), mask=ids < size)
+
+
+def truncated(logits: torch.Tensor, part: RowPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows with -inf for what top-k, top-p and min-p drop, as `narrowing_torch.survivors` says; and each row's
+    maximum, float32 [rows], not finite where a number is none.
+
+    logits: float32 [rows, V]; not changed.
+    """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, size = logits.shape
+    found = torch.empty((num_rows, size), dtype=torch.float32, device=logits.device)
+    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _truncated_row[(num_rows,)](
+        logits,
+        logits.stride(0),
+        part.temperature,
+        part.top_k,
+        part.top_p,
+        part.min_p,
+        found,
+        peaks,
+        size,
+        BLOCK=_REACH_BLOCK,
+        NUM_BORDERS=_NUM_BORDERS,
+        num_warps=_REACH_WARPS,
+    )
+    return found, peaks
