@@ -9,6 +9,7 @@ from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.trie import DraftTrie
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 
@@ -50,6 +51,12 @@ def advance(drafts: PendingDrafts, tokens: Sequence[int]) -> int:
     num_looked_up = drafts.follow(tokens, teaches_path=False)
     drafts.settle()
     return num_looked_up
+
+
+def move_root(trie: DraftTrie, token: int) -> None:
+    """Commits one token."""
+    trie.follow((token,))
+    trie.settle()
 
 
 def learn_and_wait(

@@ -82,9 +82,10 @@ def test_a_sampler_that_differs_is_told(made: Path, tmp_path: Path, monkeypatch:
 
 @warns
 def test_a_step_needs_few_launches_beside_its_graph() -> None:
-    """As many for a tree as for one token each."""
+    """As many for a tree as for one token each; where rows are truncated, too, few."""
     counts = {host.launches(host.PLAIN, parents) for parents in host.TREES}
     assert len(counts) == 1 and max(counts) < host.MOST_LAUNCHES
+    assert max(host.launches(host.TOP_P, parents) for parents in host.TREES) < host.MOST_LAUNCHES
 
 
 @warns

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Harness, plain, refused
-from tests.pending_drafts import commit, learn_and_wait, line_message, pending, right_part, run_pass, timed
+from tests.pending_drafts import commit, learn_and_wait, line_message, move_root, pending, right_part, run_pass, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
@@ -207,7 +207,7 @@ def test_a_preferred_path_is_the_likeliest_and_the_devices_is_known() -> None:
     trie.prefer([1, 5, 6, 7])
     assert trie.likeliest(9) == [1, 5, 6]
     assert trie.likeliest_of_device(9) == [1, 2, 3] and trie.likeliest_of_device(2) == [1, 2]
-    trie.advance(1)
+    move_root(trie, 1)
     assert trie.likeliest(9) == [5, 6] and trie.likeliest_of_device(9) == [2, 3]
 
 

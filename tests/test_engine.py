@@ -91,7 +91,7 @@ def test_drafts_that_come_while_a_device_runs_a_step_are_merged_then() -> None:
 
     def while_it_runs(batch: Sequence[SequenceSlice]) -> None:
         if text.tokens and not came:
-            harness.engine._drafts.append(lambda: came.append(1 // 0))
+            harness.engine._put(lambda: came.append(1 // 0), is_draft=True)
             harness.engine.draft(session, 1, [truth[1:4]])
             came.append(len(text.tokens))
 
@@ -139,32 +139,28 @@ def drafts_for(truth: Sequence[int], base: int, kind: str, length: int) -> list[
     ]
 
 
-@given(st.integers(0, 10**6))
-@settings(max_examples=120, deadline=None)
-def test_no_draft_changes_the_text(seed: int) -> None:
-    """Correct, wrong, partial, alternative, stale, repeated, reordered drafts at any time: same tokens, no leak."""
+FORMS = ("none", "right", "wrong", "half", "both", "tree", "late")
+
+
+@given(st.integers(0, 10**6), st.sampled_from([FakeBatchRuntime, PickingRuntime]))
+@settings(max_examples=200, deadline=None)
+def test_no_draft_changes_the_text(seed: int, kind: type[FakeBatchRuntime]) -> None:
+    """Correct, wrong, partial, alternative, stale, repeated, reordered drafts at any time, also while a device runs a
+    step: same tokens, no leak.
+    """
     rng = random.Random(seed)
     params = rng.choice([SamplingParams(), SAMPLED, SamplingParams(temperature=1.2, top_p=0.9, seed=5)])
     config = EngineConfig(policy=rng.choice(list(Policy)), step_tokens=rng.choice([3, 16]), max_draft=6)
-    runtime = rng.choice([FakeBatchRuntime, PickingRuntime])
-    harness = Harness(kind=runtime, config=config, num_blocks=rng.choice([22, 128]))
-    truths = [plain(prompt, params, 24) for prompt in PROMPTS[:3]]
-    sequences = [harness.submit(prompt, 24, params=params) for prompt in PROMPTS[:3]]
     late: list[tuple[int, int, list[list[int]]]] = []
-    for _ in range(1_000):
+
+    def send() -> None:
         for (sequence_id, collector), truth in zip(sequences, truths, strict=True):
-            if collector.end is not None:
-                continue
-            base = rng.randint(0, len(collector.tokens))
-            kind = rng.choice(["none", "right", "wrong", "half", "both", "tree", "late"])
-            if kind == "late" and late:
+            base, form = rng.randint(0, len(collector.tokens)), rng.choice(FORMS)
+            if form == "late" and late:
                 message = late.pop(rng.randrange(len(late)))
-            elif kind in ("none", "late"):
+            elif form in ("none", "late") or not (paths := drafts_for(truth, base, form, rng.randint(1, 8))):
                 continue
             else:
-                paths = drafts_for(truth, base, kind, rng.randint(1, 8))
-                if not paths:
-                    continue
                 message = (sequence_id, base, paths)
                 if rng.random() < 0.5:
                     late.append(message)
@@ -172,6 +168,15 @@ def test_no_draft_changes_the_text(seed: int) -> None:
                 harness.engine.draft(*message)
             except RequestError as error:
                 assert error.code in ("stale_draft", "unknown_session")
+
+    is_over, num_blocks = rng.random(), rng.choice([22, 128])
+    harness = Harness(kind=kind, config=config, num_blocks=num_blocks, on_step=lambda batch: send())
+    if isinstance(harness.runtime, PickingRuntime):  # a device that is done sooner or later
+        harness.runtime.is_over = lambda: rng.random() < is_over
+    truths = [plain(prompt, params, 24) for prompt in PROMPTS[:3]]
+    sequences = [harness.submit(prompt, 24, params=params) for prompt in PROMPTS[:3]]
+    for _ in range(1_000):
+        send()
         delay = harness.engine.step()
         if delay is None:
             break

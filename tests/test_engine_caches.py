@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain, prompt_of, refused
 from tests.fake_runtime import FakeBatchRuntime
+from tests.picking_runtime import PickingRuntime
 
-from outrider.cloud.engine import EngineConfig
+from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.pool import BlockPool, chain_hash
 from outrider.cloud.engine.thread import EngineThread
 from outrider.models.errors import RequestError
+from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 ALICE, BOB = b"alice", b"bob"
@@ -212,6 +214,25 @@ def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up
     assert twin.tokens == plain([*PROMPT, *before.tokens[:13]], SAMPLED, 8)
     stats = harness.engine.stats()
     assert stats.free_blocks == stats.num_blocks
+
+
+def test_drafts_that_are_sent_behind_a_rewind_are_of_the_text_after_it() -> None:
+    """Also where both come while a device runs a step: such drafts are merged then, others not before the rewind."""
+    text = [*plain(PROMPT, SAMPLED, 5), 7, 7]
+    truth = [*text, *plain([*PROMPT, *text], SAMPLED, 33)]
+    after = Tail(text[:])
+
+    def while_it_runs(batch: Sequence[SequenceSlice]) -> None:
+        if len(before.tokens) == 13:
+            harness.engine.rewind(number, 5, text[5:], after)
+            with refused("stale_draft"):  # by the text before, as long as it is that
+                harness.engine.draft_tree(number, TreeDraft(7, 0, truth[7:10], [ROOT, 0, 1], [15] * 3))
+
+    config = EngineConfig(policy=Policy.VERIFY)
+    harness = Harness(kind=PickingRuntime, config=config, step_s=lambda num_tokens: 0.0, on_step=while_it_runs)
+    number, before = harness.submit(PROMPT, 40)
+    harness.work_off()
+    assert after.tokens == truth and after.commits[1].accepted == 2  # the pass before picked the first
 
 
 def test_a_sequence_that_has_ended_is_not_rewound() -> None:

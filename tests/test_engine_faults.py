@@ -241,6 +241,14 @@ class Chaos(FakeBatchRuntime):
         return rows
 
 
+class PickingChaos(Chaos, PickingRuntime):
+    """The same beside the engine's work: its device is done at any time."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.is_over = lambda: self._rng.random() < 0.3
+
+
 class Client:
     """One thread's requests, each followed to its end and checked. truths: one per prompt of CHAOTIC."""
 
@@ -310,11 +318,11 @@ class Client:
                 return
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(seed: int) -> None:
+@pytest.mark.parametrize(("kind", "seed"), [(Chaos, 0), (Chaos, 1), (PickingChaos, 2), (PickingChaos, 3)])
+def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(kind: type[Chaos], seed: int) -> None:
     """Six threads generate, draft, cancel and verify; texts that end well are right, and all blocks come back."""
     truths = [plain(prompt, SAMPLED, 24) for prompt in CHAOTIC]
-    runtime = Chaos(seed)
+    runtime = kind(seed)
     thread = EngineThread(runtime, EngineConfig(max_running=6, step_tokens=32, max_parked=4))
     thread.start()
     failures: list[object] = []

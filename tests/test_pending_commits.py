@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import advance
+from tests.pending_drafts import advance, move_root
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
@@ -147,7 +147,7 @@ def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) 
             paths.add(tuple(value))
             assert trie.likeliest(len(value)) == value
         else:
-            trie.advance(value)  # type: ignore[arg-type]
+            move_root(trie, value)  # type: ignore[arg-type]
             paths = {p[1:] for p in paths if p[0] == value and len(p) > 1}
         assert bool(trie) == bool(paths)
         likeliest = tuple(trie.likeliest(10))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import commit, line_message, pending, timed
+from tests.pending_drafts import commit, line_message, move_root, pending, timed
 
 from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
@@ -73,7 +73,7 @@ def test_lost_repeated_and_reordered_messages_leave_a_subset_of_the_faultless_tr
     for now in range(len(text) + 1):
         if now:
             committed.append(text[now - 1])
-            trie.advance(text[now - 1])
+            move_root(trie, text[now - 1])
         for message in (messages[index] for at, index in arrivals if at == now):
             trie.merge_tree(message, committed)
             for i, (token, parent) in enumerate(zip(message.tokens, message.parents, strict=True)):
@@ -101,7 +101,7 @@ def test_the_likeliest_path_takes_the_highest_level_and_survives_a_commit_of_an_
     message = TreeDraft(0, 0, [5, 6, 7, 8], [ROOT, ROOT, 1, 0], [6, 12, 3, 9])
     assert trie.merge_tree(message, []) == 2
     assert trie.likeliest(9) == [6, 7] == likeliest_path(message)
-    trie.advance(5)
+    move_root(trie, 5)
     assert trie.likeliest(9) == [8] and trie.num_nodes == 1
     trie.merge_tree(TreeDraft(0, 4, [9], [0], [2]), [5])  # below a committed node
     trie.merge_tree(TreeDraft(0, 5, [9], [1], [15]), [5])  # below a dropped one
@@ -115,7 +115,7 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
         parents = [start - 1 if start else ROOT, *range(start, start + MAX_MESSAGE_NODES - 1)]
         trie.merge_tree(TreeDraft(0, start, [1] * MAX_MESSAGE_NODES, parents, [9] * MAX_MESSAGE_NODES), [])
     assert trie.num_nodes == MAX_NODES == len(trie.likeliest(2 * MAX_NODES))
-    trie.advance(2)
+    move_root(trie, 2)
     committed.append(2)
     assert trie.num_nodes == 0 and not trie
     for start in range(10**6, 10**6 + 2 * MAX_NODES, MAX_MESSAGE_NODES):  # children of the last token
@@ -131,7 +131,7 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
     assert trie.num_nodes == MAX_NODES and trie.likeliest(9) == [MAX_NODES // 3]
     assert trie._num_orphans == sum(map(len, trie._orphans.values())) == MAX_ORPHANS
     assert len(trie._numbers) <= MAX_NUMBERS
-    trie.advance(10**6)
+    move_root(trie, 10**6)
     trie.merge([7, 8], prefer=True)
     assert trie.num_nodes == 2 and trie.likeliest(9) == [7, 8]
 

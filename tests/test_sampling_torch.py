@@ -183,6 +183,18 @@ def test_pick_rows_is_the_same_for_the_host() -> None:
     ]
 
 
+def test_rows_that_need_more_leave_the_others_their_kernel() -> None:
+    """Whoever asks for typical-p, or XTC where its coin says yes, makes nobody else's top-p dearer."""
+    own = [SamplingParams(0.8, top_p=0.9)] * 4
+    more = [None, ProcessorOptions(typical_p=0.5), None, ProcessorOptions(xtc_probability=1.0)]
+    parts = RowTerms.of(own, range(4), more, torch.device("cpu")).parts
+    places = [np.arange(4)[part.rows].tolist() for part in parts]
+    assert [(part.is_common, rows) for part, rows in zip(parts, places, strict=True)] == [
+        (True, [0, 2]),
+        (False, [1, 3]),
+    ]
+
+
 def test_no_rows() -> None:
     """A step may have none to pick from."""
     assert choose_rows(torch.empty((0, 50)), RowTerms.of([], [], None, CPU)).tolist() == []

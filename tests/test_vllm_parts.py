@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import Clock
+from tests.pending_drafts import move_root
 from tests.requests import flat_request
 
 from outrider.cloud.distributions import Distributions
@@ -286,7 +287,7 @@ def test_the_server_knows_which_nodes_the_commits_contradict(data: st.DataObject
     for _ in range(data.draw(st.integers(1, 8))):
         if data.draw(st.booleans()):
             generated.append(data.draw(token))
-            trie.advance(generated[-1])
+            move_root(trie, generated[-1])
             continue
         count = data.draw(st.integers(1, 4))
         parents = [data.draw(st.sampled_from([ROOT, *range(number + i)])) for i in range(count)]

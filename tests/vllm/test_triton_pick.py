@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,16 +69,18 @@ def test_rows_that_are_not_finite_have_no_token() -> None:
         assert choose_rows(logits, RowTerms.of([own] * 3, [0] * 3, None, CPU)).tolist() == [-1] * 3
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.0001, 0.8, 100.0])
-def test_large_rows(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "own", [*map(SamplingParams, (0.0, 0.0001, 0.8, 100.0)), SamplingParams(0.8, top_k=40, top_p=0.9, min_p=0.01)]
+)
+def test_large_rows(own: SamplingParams) -> None:
     """152,000 ids: as many blocks as a model's row has; the logits of the last have their own rest."""
     rng = np.random.default_rng(7)
     logits = np.concatenate(
         [zipf(rng, 1, 152_001, 1.2), np.round(rng.standard_normal((1, 152_001))).astype(np.float32)]
     )
-    own = [SamplingParams(temperature, seed=seed) for seed in range(2)]
-    tokens = choose_rows(torch.from_numpy(logits), RowTerms.of(own, [9, 9], None, CPU)).tolist()
-    assert near_ties(logits, own, [9, 9], [None, None], tokens) == 0
+    both = [replace(own, seed=seed) for seed in range(2)]
+    tokens = choose_rows(torch.from_numpy(logits), RowTerms.of(both, [9, 9], None, CPU)).tolist()
+    assert near_ties(logits, both, [9, 9], [None, None], tokens) == 0
 
 
 def test_what_is_near_in_float32_is_compared_in_float64() -> None:

@@ -29,8 +29,11 @@ from outrider.models.processors.chooser import AcceptanceChooser
 
 _MOST_PAUSE: Final = 0.8
 """Of a step's expected time: when the engine begins what it does while a device runs the step."""
-_SOONER, _LATER = 0.8, 0.02
-_SHORTEST_S: Final = 0.001
+_LATER: Final = 0.02
+"""So much later than the last time, where it was done before the device was; else at `_SOONER` of that time."""
+_SOONER: Final = 0.8
+_SHORTEST_S: Final = 0.001  # that is waited for
+_LOOK_S: Final = 0.002  # until it looks again whether the device is done
 
 
 class Engine(Intake):
@@ -40,7 +43,6 @@ class Engine(Intake):
         """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
         started = self._clock()
         self._read_inbox()
-        self._read_drafts()
         self._cache.parked.evict_old()
         if self.health.seconds_to_probe() == 0.0:
             self._probe()
@@ -63,7 +65,7 @@ class Engine(Intake):
         passes, faults = self._totals.passes, self._totals.faults
         self._moved_s, self._is_beside = 0.0, False
         try:
-            rows = self._runner.forward(shares, partial(self._work_beside, ready, size))
+            rows = self._runner.forward(shares, lambda is_over: self._try(lambda: self._beside(ready, size, is_over)))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a runtime may raise anything, such as a Rust panic
@@ -76,6 +78,7 @@ class Engine(Intake):
                 time.sleep(0.0)  # lets the event loop have Python at once: for one text that is sooner, for many later
             has_trees = any(share.depths for share in shares)
             self._totals.tree_steps += has_trees
+            self._learn_times()  # of the step before, where nothing was done beside this one
             self._times = size, ran - ready + self._moved_s, has_trees
             if not self._is_beside:
                 self._learn_times()
@@ -204,7 +207,7 @@ class Engine(Intake):
         num_lookup_proposed = min(drafts.num_lookup_chosen, proposed)
         looked_up = drafts.follow(tokens, teaches_path=not reason)
         if self._is_beside and base:
-            self._lessons.append(sequence)  # learned from beside the next step
+            self._lessons.append(sequence)  # it learns beside the next step
         else:
             drafts.settle()  # at once; a text's first commit teaches most
         self._cache.register_full_blocks(sequence)
@@ -252,45 +255,47 @@ class Engine(Intake):
             self._cache.pool.release(blocks)
 
     def _read_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
-
-    def _read_drafts(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        while self._drafts and not is_over():
-            self._try(self._drafts.popleft())
+        for _ in range(len(self._inbox)):  # what comes meanwhile waits for the next step
+            is_draft, act = self._inbox.popleft()
+            if is_draft:
+                self._try(act)
+            else:
+                act()
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Does something with a sequence's drafts; where it raises, these are lost, which is always allowed."""
+        """Does something that only concerns drafts; where it raises, it is left at that: any draft may be lost."""
         try:
             act()
         except Exception as error:
             self._totals.faults += 1
             log_fault(error)
 
-    def _work_beside(self, began: float, size: StepSize, is_over: Callable[[], bool]) -> None:
+    def _beside(self, began: float, size: StepSize, is_over: Callable[[], bool]) -> None:
         """What need not be done between two steps, while a device runs one that began at `began`: learns from the last
-        one, and reads drafts. is_over: whether the device is done.
+        one, and merges drafts that no request or cancellation comes before. is_over: whether the device is done.
 
         It begins late, so that drafts arrive before, and the event loop has Python to itself; sooner after steps that
         were over before it was done.
         """
         self._is_beside = True
-        self._try(self._learn_times)
-        pause_s = began + self._pause * self._drafting.curve.expected_s(size) - self._clock()
-        if pause_s > _SHORTEST_S:
-            time.sleep(pause_s)
+        self._learn_times()
+        until = began + self._pause * self._drafting.curve.expected_s(size)
+        while (pause_s := until - self._clock()) > _SHORTEST_S and not is_over():
+            time.sleep(min(pause_s, _LOOK_S))
         self._learn(is_over)
-        self._read_drafts(is_over)
+        self._lessons.clear()  # each is learned with its sequence's next commit
+        while self._inbox and self._inbox[0][0] and not is_over():
+            self._try(self._inbox.popleft()[1])
         self._pause = self._pause * _SOONER if is_over() else min(_MOST_PAUSE, self._pause + _LATER)
 
     def _learn_times(self) -> None:
         """Learns how long the last step took."""
         if self._times is not None:
-            self._drafting.stepped(*self._times)
-            self._times = None
+            times, self._times = self._times, None
+            self._drafting.stepped(*times)
 
     def _learn(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Learns from commits, and prepares what the choice after them needs. What is left settles with its next."""
+        """Learns from the last step's commits, and prepares what the choice after them needs."""
         while self._lessons and not is_over():
             sequence = self._lessons.popleft()
             self._try(sequence.drafts.settle)
@@ -301,6 +306,7 @@ class Engine(Intake):
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""
         self._read_inbox()
+        self._lessons.clear()
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "shutdown")
         if (store := self._swap.store) is None:

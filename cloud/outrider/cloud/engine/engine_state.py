@@ -56,12 +56,12 @@ class EngineState:
         self._gate = threading.RLock()  # between `submit` and `reset`
         self._swap = BlockSwap(runtime, self._config.spill, self._totals, clock)
         self._start_afresh()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._drafts: deque[Callable[[], None]] = deque()  # to be merged
-        self._lessons: deque[SequenceState] = deque()  # that committed in the last step, and have not learned from it
-        self._times: tuple[StepSize, float, bool] | None = None  # of the last step, as `Drafting.stepped` takes them
+        self._inbox: deque[tuple[bool, Callable[[], None]]] = deque()  # each with whether it merges a draft
+        # Of the last step: what committed and has yet to learn from it, and its time as `Drafting.stepped` takes it.
+        self._lessons: deque[SequenceState] = deque()
+        self._times: tuple[StepSize, float, bool] | None = None
         self._pause = 0.5  # of a step's expected time, before the engine works beside it
-        self._is_beside = False  # the present step's model ran beside us
+        self._is_beside = False  # a device runs, or ran, the present step
         self._sequences: dict[int, SequenceState] = {}
         self._first_due = math.inf  # when the next deadline of a sequence passes
         self._ids = itertools.count(1)
@@ -191,7 +191,6 @@ class EngineState:
     def _forget_all(self) -> list[SequenceState]:
         """Every sequence that was open."""
         self._inbox.clear()
-        self._drafts.clear()
         self._lessons.clear()
         ended = list(self._sequences.values())
         self._sequences.clear()

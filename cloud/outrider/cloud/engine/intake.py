@@ -69,9 +69,9 @@ class Intake(EngineState):
         store = self._swap.store
         return store is not None and not self._cache.parked.has(owner, name) and store.seek(owner, name, done)
 
-    def _put(self, act: Callable[[], None]) -> None:
-        """Has the engine's thread do something. Any thread."""
-        self._inbox.append(act)
+    def _put(self, act: Callable[[], None], *, is_draft: bool = False) -> None:
+        """Has the engine's thread do something. Any thread. is_draft: it merges a draft, which may be lost."""
+        self._inbox.append((is_draft, act))
         self.wake()
 
     def _new_sequence(
@@ -152,13 +152,9 @@ class Intake(EngineState):
             check()
         except RequestError as error:
             if error.code == "stale_draft":  # even this shows how long the device takes to answer
-                self._put_draft(merge)
+                self._put(merge, is_draft=True)
             raise
-        self._put_draft(merge)
-
-    def _put_draft(self, merge: Callable[[], None]) -> None:
-        self._drafts.append(merge)
-        self.wake()
+        self._put(merge, is_draft=True)
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""

@@ -71,7 +71,8 @@ def tree_mask(parents: Sequence[int], num_before: int) -> NDArray[np.uint8]:
 
 @dataclass(slots=True)
 class Share:
-    """One sequence's part of a step: `new` tokens to run, the last of them `drafted`. Not to be changed.
+    """One sequence's part of a step: `new` tokens to run, the last of them `drafted`. Not to be changed;
+    not frozen, which would take longer between two steps.
 
     is_complete: the tokens reach the sequence's end, so the target picks its next token in this step.
     depths: of the drafted tokens, where they are no line.

@@ -80,6 +80,7 @@ class PendingDrafts:
         sources: new ones, for the text as it is now. The list of committed tokens is another one then: a thread that
         reads the old one sees it as it was.
         """
+        self.settle()
         self.committed = [*self.committed[:base], *tokens]
         self.trie = DraftTrie()
         self.trie.root.position = len(self.committed)

@@ -9,7 +9,8 @@ from outrider.models.picks.rejection import Evidence
 
 
 class SelectedDrafts(NamedTuple):
-    """Drafted tokens, parents before their children, the likeliest path first. A tuple, as `vllm.commits.Commit` is.
+    """Drafted tokens, parents before their children, the likeliest path first. A tuple: one is made for each
+    sequence between two steps.
 
     parents: for each token the index of its parent in `tokens`; -1: it follows the last committed token. A line is
     -1, 0, 1, ... evidence: of each token, where the rule needs it; then they are a line.

@@ -1,10 +1,10 @@
 """Keeps a sequence's pending drafts in a trie rooted at the last committed token.
 
-A commit moves the root down: what is consistent with it stays pending, the rest is dropped, at once (`advance`) or
-later (`follow`, then `settle`). A device may number the nodes that it sends (`wire.tree_draft`): the trie keeps where
-the recent numbers are, pending, committed or dropped, so that a later message goes on below any of them. Merging is
-idempotent, and does not depend on the order in which messages arrive. No function recurses, and each node is merged
-once and dropped once: a client cannot make either dear.
+A commit moves the root down (`follow`): what is consistent with it stays pending, the rest is dropped later (`settle`).
+A device may number the nodes that it sends (`wire.tree_draft`): the trie keeps where the recent numbers are, pending,
+committed or dropped, so that a later message goes on below any of them. Merging is idempotent, and does not depend on
+the order in which messages arrive. No function recurses, and each node is merged once and dropped once: a client cannot
+make either dear.
 """
 
 from __future__ import annotations
@@ -212,11 +212,6 @@ class DraftTrie:
                 deepest = max(deepest, child.position)
                 arrived.append(own)
         return deepest
-
-    def advance(self, token: int) -> None:
-        """Commits one token: its subtree stays pending."""
-        self.follow((token,))
-        self.settle()
 
     def follow(self, tokens: Sequence[int]) -> int:
         """Commits tokens: the subtree of the last one stays pending; nothing is dropped before `settle`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Final, Protocol
 
 import numpy as np
@@ -207,9 +208,9 @@ class RowTerms:
         positions: absolute, of the token to pick, as in `sampling.pick`. narrowings: whose last three fields
         (typical_p, xtc_probability, xtc_threshold) truncate the row; None, for a row or for all of them: nothing does.
         """
-        packed, ways = _columns(params, np.asarray(positions, dtype=np.int64), narrowings)
+        packed, kinds = _columns(params, np.asarray(positions, dtype=np.int64), narrowings)
         count = len(params)
-        order = np.argsort(ways, kind="stable")
+        order = np.argsort(kinds, kind="stable")
         packed[_Column.INDEX] = np.arange(count)
         host = packed[:, order].copy()  # in C order, one row too: torch reads the strides
         there = torch.from_numpy(host)
@@ -217,22 +218,22 @@ class RowTerms:
             there = there.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             there = there.to(device)
-        ends = np.searchsorted(ways[order], np.arange(len(Way) + 1))
+        ends = np.searchsorted(kinds[order], np.arange(2 * len(Way) + 1)).tolist()
         parts = []
-        for way, start, stop in zip(Way, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        for kind, (start, stop) in enumerate(pairwise(ends)):
             if stop > start:
                 index = host[_Column.INDEX, start:stop]
                 first, last = int(index[0]), int(index[-1]) + 1
                 is_run = last - first == stop - start
                 rows = slice(first, last) if is_run else there[_Column.INDEX, start:stop]
-                parts.append(RowPart(way, rows, there[:, start:stop], host[:, start:stop]))
+                parts.append(RowPart(Way(kind // 2), rows, there[:, start:stop], host[:, start:stop]))
         return cls(count, tuple(parts))
 
 
 def _columns(
     params: Sequence[SamplingParams], positions: Packed, narrowings: Sequence[NarrowingOptions | None] | None
 ) -> tuple[Packed, NDArray[np.int64]]:
-    """The packed numbers, [columns, rows], without INDEX; and each row's way."""
+    """The packed numbers, [columns, rows], without INDEX; and twice each row's way, and one where it is not common."""
     places: dict[tuple[int, int], int] = {}
     distinct: list[tuple[int, int, tuple[float, ...]]] = []
     which: list[int] = []
@@ -265,7 +266,7 @@ def _columns(
         [Way.GREEDY, Way.BOUNDED, Way.MASS, Way.WHOLE],
         Way.PLAIN,
     )
-    return packed, ways
+    return packed, 2 * ways + ((typical_p < 1.0) | has_xtc)
 
 
 def _mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:

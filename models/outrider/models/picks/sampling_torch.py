@@ -20,7 +20,8 @@ from outrider.models.picks.sampling import SamplingParams
 __all__ = ["RowTerms", "choose_rows", "noise_bits", "pick_rows"]
 
 _CHUNK: Final = 1 << 21
-"""Logits worked on at a time: where rows are truncated as a whole some 30 bytes of temporaries each, so 60 MB."""
+"""Logits that a CPU works on at a time: where rows are truncated as a whole some 30 bytes of temporaries each, so
+60 MB. Other devices have four times as many."""
 _GPU_CHUNK: Final = 1 << 23
 _NONE: Final = -1
 

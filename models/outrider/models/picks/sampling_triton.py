@@ -18,6 +18,7 @@ import torch
 import triton
 from triton import language as tl
 
+from outrider.models.picks.narrowing_torch import LOWEST
 from outrider.models.picks.row_terms import RowPart
 
 _BLOCK: Final = 2048
@@ -27,7 +28,7 @@ _NUM_BORDERS: Final = 16
 _NONE: Final = tl.constexpr((1 << 31) - 1)  # no id is as high
 _MARGIN: Final = tl.constexpr(1e-3)
 """Of a variate in float32: its error is under 1e-4."""
-_LOWEST: Final = tl.constexpr(-200.0)  # `narrowing_torch.LOWEST`
+_LOWEST: Final = tl.constexpr(LOWEST)
 _RELATIVE_MARGIN: Final = tl.constexpr(1e-6)
 """Of logit / temperature in float32, and of its sum with the variate."""
 
@@ -56,7 +57,7 @@ def _rough_gumbel(word):
     return -tl.log(tl.where(rest < 0.02, series, -tl.log(u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["low", "high", "temperatures"])
 def _best_of_block(
     logits, logits_stride, low, high, temperatures, terms_stride, scores, tokens, peaks, vocab_size, BLOCK: tl.constexpr
 ):
@@ -202,7 +203,8 @@ def _weights(values, peak, divisor, last_rank):
     return weights, ~weights.to(tl.int32, bitcast=True)
 
 
-@triton.jit
+# Columns of a step's terms begin at any place: else there would be a variant for each.
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_k", "top_p", "min_p"])
 def _truncated_row(
     logits,
     logits_stride,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.choices_torch import RowChoices
@@ -89,7 +88,7 @@ class StepChoices:
 
         logits: as of `choose`. beside: called once the device has its orders.
         """
-        whole: NDArray[np.float32] = logits[self._whole].cpu().numpy()
+        whole = logits[self._whole]  # a copy: `choose` changes them
         picks = self.choose(logits)
         if beside is not None:
             beside()
@@ -100,6 +99,6 @@ class StepChoices:
             for row, each in enumerate(reported or (), first):
                 if each.token >= 0:
                     picked[row] = each
-        for row, values in zip(self._whole.tolist(), whole, strict=True):
+        for row, values in zip(self._whole.tolist(), whole.cpu().numpy(), strict=True):
             picked[row] = values
         return picked

@@ -239,7 +239,8 @@ class TorchPagedRuntime(TorchCache):
         choices = StepChoices(ask(), self.limits.vocab_size, self._device)  # on CUDA the model still runs
         if not len(logits):
             return []
-        return choices.found(logits.contiguous(), partial(_beside, beside) if self._device.type == "cuda" else None)
+        while_it_runs = partial(_beside, beside, self._device) if self._device.type == "cuda" else None
+        return choices.found(logits.contiguous(), while_it_runs)
 
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
@@ -376,8 +377,8 @@ def _unfit(path: Path, why: str) -> str:
     return f"the model in {path} does not use transformers' attention interface as the torch runtime needs it: {why}"
 
 
-def _beside(act: Beside) -> None:
-    """Does something until CUDA has carried out all of its present orders."""
+def _beside(act: Beside, device: torch.device) -> None:
+    """Does something until CUDA has carried out all of the present orders."""
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
+    done.record(torch.cuda.current_stream(device))
     act(done.query)
