@@ -18,7 +18,6 @@ import torch
 import triton
 from triton import language as tl
 
-from outrider.models.picks.narrowing_torch import LOWEST
 from outrider.models.picks.row_terms import RowPart
 
 _BLOCK: Final = 2048
@@ -28,7 +27,7 @@ _NUM_BORDERS: Final = 16
 _NONE: Final = tl.constexpr((1 << 31) - 1)  # no id is as high
 _MARGIN: Final = tl.constexpr(1e-3)
 """Of a variate in float32: its error is under 1e-4."""
-_LOWEST: Final = tl.constexpr(LOWEST)
+_LOWEST: Final = tl.constexpr(-200.0)  # `narrowing_torch.LOWEST`, which cannot be imported: it imports this
 _RELATIVE_MARGIN: Final = tl.constexpr(1e-6)
 """Of logit / temperature in float32, and of its sum with the variate."""
 
