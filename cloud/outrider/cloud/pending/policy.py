@@ -66,9 +66,10 @@ ENOUGH_ANSWERS = 0.5
 """Share of waits that a draft must have ended for another wait to be tried."""
 
 
-def bounded(lag_s: float | None, step_s: float) -> float | None:
-    """A lag that may be waited for; None for one so long that only a client's false hint, or a slow device, has it."""
-    return lag_s if lag_s is not None and lag_s <= min(_MOST_STEPS * step_s, _MOST_S) else None
+def bounded(lags: Sequence[float | None], step_s: float) -> list[float | None]:
+    """Lags that may be waited for; None for one so long that only a client's false hint, or a slow device, has it."""
+    longest_s = min(_MOST_STEPS * step_s, _MOST_S)
+    return [lag if lag is not None and lag <= longest_s else None for lag in lags]
 
 
 def longest_wait(lag_s: float) -> float:

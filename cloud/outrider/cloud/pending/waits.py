@@ -143,7 +143,7 @@ class DraftWaits:
         alpha = drafts.acceptance.rate
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, worth_waiting_for(alpha), drafts.num_left - 1)
-        lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
+        lags = bounded(drafts.lag.seconds_until(most), step_s)
         beta, answered, crowding = drafts.chances.beta, drafts.lag.answer_rate, max(1.0, crowding)
         if self._policy is not Policy.AUTO:
             crowding = 1.0
@@ -153,7 +153,7 @@ class DraftWaits:
                 alpha, step_s, extra_s, lags, answered, saves_passes=saves_passes, crowding=crowding, beta=beta
             )
         # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
-        in_steps = tuple(None if lag is None else -(-lag // step_s) for lag in lags)
+        in_steps = tuple([None if lag is None else -(-lag // step_s) for lag in lags])
         coarse = round(alpha, 2), round(extra_s / step_s, 2), in_steps, round(answered, 2), round(crowding, 1)
         want = plan_in_company(*coarse, round(beta, 1), saves_passes)
         return Wait(want, (in_steps[want - 1] or 0.0) * step_s) if want else NO_WAIT
