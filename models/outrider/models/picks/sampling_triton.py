@@ -202,6 +202,40 @@ def _weights(values, peak, divisor, last_rank):
     return weights, ~weights.to(tl.int32, bitcast=True)
 
 
+@triton.jit
+def _searched(
+    logits,
+    size,
+    peak,
+    divisor,
+    last_rank,
+    goal,
+    is_on,
+    BY_RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BORDERS: tl.constexpr,
+):
+    """The least key up to which a row's weights, or by rank its tokens, reach the goal: int64, the highest of all where
+    the search is not on.
+    """
+    low = tl.where(is_on, -2147483648, 2147483647).to(tl.int64)
+    width = tl.where(is_on, 1 << 32, 1).to(tl.int64)
+    while width > 1:
+        width = width // NUM_BORDERS
+        borders = _borders_of(low, width, NUM_BORDERS)
+        masses = tl.zeros((NUM_BORDERS,), tl.float64)
+        for start in range(0, size, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+            if BY_RANK:
+                masses += _masses_to(_rank(values), (values > float("-inf")).to(tl.float32), borders)
+            else:
+                weights, keys = _weights(values, peak, divisor, last_rank)
+                masses += _masses_to(keys, weights, borders)
+        low = _low_of(low, width, masses, goal, NUM_BORDERS)
+    return low
+
+
 # Columns of a step's terms begin at any place: else there would be a variant for each.
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_k", "top_p", "min_p"])
 def _truncated_row(
@@ -228,21 +262,11 @@ def _truncated_row(
         peak = tl.maximum(peak, tl.max(tl.where(values == values, values, float("inf")), axis=0))
     tl.store(peaks + row, peak)
 
-    # Top-k: the rank up to which there are as many tokens.
+    # Top-k: the rank up to which there are as many tokens. Top-p: the weight down to which the mass is reached.
     most = tl.load(top_k + row)
-    last_rank = tl.where(most > 0, -2147483648, 2147483647).to(tl.int64)
-    width = tl.where(most > 0, 1 << 32, 1).to(tl.int64)
-    while width > 1:
-        width = width // NUM_BORDERS
-        borders = _borders_of(last_rank, width, NUM_BORDERS)
-        counts = tl.zeros((NUM_BORDERS,), tl.float64)
-        for start in range(0, size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
-            counts += _masses_to(_rank(values), (values > float("-inf")).to(tl.float32), borders)
-        last_rank = _low_of(last_rank, width, counts, most.to(tl.float64), NUM_BORDERS)
-
-    # Top-p: the weight down to which the mass is reached.
+    last_rank = _searched(
+        logits, size, peak, divisor, 2147483647, most.to(tl.float64), most > 0, True, BLOCK, NUM_BORDERS
+    )
     share = tl.load(top_p + row)
     total = tl.zeros((), tl.float64)
     for start in range(0, size, BLOCK):
@@ -251,18 +275,7 @@ def _truncated_row(
         weights, _ = _weights(values, peak, divisor, last_rank)
         total += tl.sum(weights.to(tl.float64), axis=0)
     goal = share * total
-    last_key = tl.where(share < 1.0, -2147483648, 2147483647).to(tl.int64)
-    width = tl.where(share < 1.0, 1 << 32, 1).to(tl.int64)
-    while width > 1:
-        width = width // NUM_BORDERS
-        borders = _borders_of(last_key, width, NUM_BORDERS)
-        masses = tl.zeros((NUM_BORDERS,), tl.float64)
-        for start in range(0, size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            values = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
-            weights, keys = _weights(values, peak, divisor, last_rank)
-            masses += _masses_to(keys, weights, borders)
-        last_key = _low_of(last_key, width, masses, goal, NUM_BORDERS)
+    last_key = _searched(logits, size, peak, divisor, last_rank, goal, share < 1.0, False, BLOCK, NUM_BORDERS)
     heavier = tl.zeros((), tl.float64)
     for start in range(0, size, BLOCK):
         ids = start + tl.arange(0, BLOCK)
