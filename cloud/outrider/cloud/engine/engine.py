@@ -283,7 +283,7 @@ class Engine(Intake):
         while (pause_s := until - self._clock()) > _SHORTEST_S and not is_over():
             time.sleep(min(pause_s, _LOOK_S))
         self._learn(is_over)
-        self._lessons.clear()  # each is learned with its sequence's next commit
+        self._lessons.clear()  # what is left is learned with its sequence's next commit; of ended ones it is lost
         while self._inbox and self._inbox[0][0] and not is_over():
             self._try(self._inbox.popleft()[1])
         self._pause = self._pause * _SOONER if is_over() else min(_MOST_PAUSE, self._pause + _LATER)
