@@ -86,16 +86,18 @@ def test_a_runtime_may_pick_tokens_itself() -> None:
 
 
 def test_drafts_that_come_while_a_device_runs_a_step_are_merged_then() -> None:
-    """Also behind one whose merging raises, which loses that draft and nothing else."""
-    truth, came = plain(PROMPTS[1], SAMPLED, 6), list[int]()
+    """Also behind one of another text whose merging raises: that text is drafted for no more, and nothing else."""
+    truth, other_truth, came = plain(PROMPTS[1], SAMPLED, 6), plain(PROMPTS[0], SAMPLED, 6), list[int]()
 
     def while_it_runs(batch: Sequence[SequenceSlice]) -> None:
         if text.tokens and not came:
-            harness.engine._put(lambda: came.append(1 // 0), is_draft=True)
+            harness.engine._put(lambda: came.append(1 // 0), harness.engine._sequences[faulty])
+            harness.engine.draft(faulty, 1, [other_truth[1:4]])
             harness.engine.draft(session, 1, [truth[1:4]])
             came.append(len(text.tokens))
 
     harness = Harness(kind=PickingRuntime, step_s=lambda num_tokens: 0.0, on_step=while_it_runs)
+    faulty, other = harness.submit(PROMPTS[0], 6)
     session, text = harness.submit(PROMPTS[1], 6)
     harness.step()
     assert harness.engine.stats().totals.draft_nodes == 0
@@ -104,6 +106,7 @@ def test_drafts_that_come_while_a_device_runs_a_step_are_merged_then() -> None:
     assert (came, totals.draft_nodes, totals.faults) == ([1], 3, 1)
     harness.run()
     assert text.tokens == truth and text.commits[2].accepted == 2
+    assert other.tokens == other_truth and not any(commit.accepted for commit in other.commits)
 
 
 @pytest.mark.parametrize(("is_shared", "num_new"), [(True, 2), (False, 30)])

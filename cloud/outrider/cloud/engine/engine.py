@@ -256,19 +256,32 @@ class Engine(Intake):
 
     def _read_inbox(self) -> None:
         for _ in range(len(self._inbox)):  # what comes meanwhile waits for the next step
-            is_draft, act = self._inbox.popleft()
-            if is_draft:
-                self._try(act)
-            else:
-                act()
+            self._do(*self._inbox.popleft())
 
-    def _try(self, act: Callable[[], None]) -> None:
-        """Does something that only concerns drafts; where it raises, it is left at that: any draft may be lost."""
+    def _do(self, merged: SequenceState | None, act: Callable[[], None]) -> None:
+        """What came through the inbox."""
+        if merged is None:
+            act()
+        else:
+            self._try(act, merged)
+
+    def _try(self, act: Callable[[], None], sequence: SequenceState | None = None) -> None:
+        """Does something that only concerns drafts: any may be lost. Where it raises, the sequence loses its own, and
+        has no more, so that each logs one fault at most.
+        """
+        if sequence is not None and sequence.is_muted:
+            return
         try:
             act()
         except Exception as error:
             self._totals.faults += 1
             log_fault(error)
+            if sequence is not None:
+                sequence.is_muted = True
+                asker, old = sequence.request.asker, sequence.drafts
+                sequence.drafts = self._drafting.pending(
+                    asker.client, old.committed, old.max_new, sequence.request.hints, num_own=old.num_own
+                )
 
     def _beside(self, began: float, size: StepSize, is_over: Callable[[], bool]) -> None:
         """What need not be done between two steps, while a device runs one that began at `began`: learns from the last
@@ -284,8 +297,8 @@ class Engine(Intake):
             time.sleep(min(pause_s, _LOOK_S))
         self._learn(is_over)
         self._lessons.clear()  # what is left is learned with its sequence's next commit; of ended ones it is lost
-        while self._inbox and self._inbox[0][0] and not is_over():
-            self._try(self._inbox.popleft()[1])
+        while self._inbox and self._inbox[0][0] is not None and not is_over():
+            self._do(*self._inbox.popleft())
         self._pause = self._pause * _SOONER if is_over() else min(_MOST_PAUSE, self._pause + _LATER)
 
     def _learn_times(self) -> None:
@@ -298,10 +311,10 @@ class Engine(Intake):
         """Learns from the last step's commits, and prepares what the choice after them needs."""
         while self._lessons and not is_over():
             sequence = self._lessons.popleft()
-            self._try(sequence.drafts.settle)
+            self._try(sequence.drafts.settle, sequence)
             if sequence.id in self._sequences:
                 crowding = self._scheduler.owners.crowding(sequence)
-                self._try(partial(self._drafting.prepare, sequence.drafts, crowding=crowding))
+                self._try(partial(self._drafting.prepare, sequence.drafts, crowding=crowding), sequence)
 
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""

@@ -56,7 +56,7 @@ class EngineState:
         self._gate = threading.RLock()  # between `submit` and `reset`
         self._swap = BlockSwap(runtime, self._config.spill, self._totals, clock)
         self._start_afresh()
-        self._inbox: deque[tuple[bool, Callable[[], None]]] = deque()  # each with whether it merges a draft
+        self._inbox: deque[tuple[SequenceState | None, Callable[[], None]]] = deque()  # with whose draft it merges
         # Of the last step: what committed and has yet to learn from it, and its time as `Drafting.stepped` takes it.
         self._lessons: deque[SequenceState] = deque()
         self._times: tuple[StepSize, float, bool] | None = None

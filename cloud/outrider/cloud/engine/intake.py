@@ -69,9 +69,9 @@ class Intake(EngineState):
         store = self._swap.store
         return store is not None and not self._cache.parked.has(owner, name) and store.seek(owner, name, done)
 
-    def _put(self, act: Callable[[], None], *, is_draft: bool = False) -> None:
-        """Has the engine's thread do something. Any thread. is_draft: it merges a draft, which may be lost."""
-        self._inbox.append((is_draft, act))
+    def _put(self, act: Callable[[], None], merged: SequenceState | None = None) -> None:
+        """Has the engine's thread do something. Any thread. merged: whose draft it merges, which may be lost."""
+        self._inbox.append((merged, act))
         self.wake()
 
     def _new_sequence(
@@ -131,6 +131,7 @@ class Intake(EngineState):
         """
         sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
         self._merge(
+            sequence,
             partial(check_draft, base, paths, sequence.generated, self.limits),
             partial(self._drafting.merge, sequence.drafts, base, paths, arrived),
         )
@@ -142,19 +143,20 @@ class Intake(EngineState):
         """
         sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
         self._merge(
+            sequence,
             partial(check_tree, message, sequence.drafts.trie.position_of, sequence.generated, self.limits),
             partial(self._drafting.merge_tree, sequence.drafts, message, arrived),
         )
 
-    def _merge(self, check: Callable[[], None], merge: Callable[[], None]) -> None:
+    def _merge(self, sequence: SequenceState, check: Callable[[], None], merge: Callable[[], None]) -> None:
         """Has a draft merged, unless its check refuses it for more than being stale."""
         try:
             check()
         except RequestError as error:
             if error.code == "stale_draft":  # even this shows how long the device takes to answer
-                self._put(merge, is_draft=True)
+                self._put(merge, sequence)
             raise
-        self._put(merge, is_draft=True)
+        self._put(merge, sequence)
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""

@@ -212,7 +212,7 @@ class ServeOptions(AccessOptions):
         float | None,
         typer.Option(min=0.0, help="With --ray: GPUs that Ray gives each replica; default: what the target opens."),
     ] = None
-    device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
+    device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
     kv_cache_mb: Annotated[
         int | None,

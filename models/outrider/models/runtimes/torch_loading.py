@@ -42,11 +42,17 @@ def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
 
 
 def device_of(name: str) -> torch.device:
-    """The device. Raises ConfigError for no device's name, RuntimeUnavailable where it is not here."""
+    """The device. Raises ConfigError for no device's name, RuntimeUnavailable where it is not here.
+
+    A GPU is the process's first: Triton, graphs and streams go by the current device of each thread.
+    """
     try:
         device = torch.device(name.lower())
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}; expected a torch device such as cpu or cuda:0") from error
+    if device.type == "cuda" and device.index:
+        why = f"device is {name!r}, and the torch runtime takes the first GPU that its process sees"
+        raise ConfigError(f"{why}; give cuda, and set CUDA_VISIBLE_DEVICES={device.index}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeUnavailable(f"torch {torch.__version__} sees no CUDA device for {name!r}")
     return device

@@ -32,8 +32,10 @@ from numpy.typing import NDArray
 
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError, ModelFault
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.step_choices import StepChoices
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import Ask, Beside, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
@@ -108,8 +110,9 @@ class TorchPagedRuntime(TorchCache):
             self._kernels = self._with_kernels(plan)
         if self._is_bitwise:
             self._require_bitwise()
-        elif self._kernels is not None:  # compiles: nobody waits yet
-            self.forward([SequenceSlice([0], 0, [0], 1)])
+        if self._kernels is not None:  # compiles, also what picks: nobody waits yet
+            asked = [AskedRows(SamplingParams(temperature=1.0, top_p=top_p), [0]) for top_p in (1.0, 0.5)]
+            self.forward_picks([SequenceSlice([0, 0], 0, [0], 2)], lambda: asked, lambda is_over: None)
 
     @property
     def description(self) -> str:
