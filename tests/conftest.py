@@ -26,6 +26,8 @@ from tests import tiny_models
 from tests.waiting import run
 from tools import tiny_sources
 
+from outrider.models.process.telemetry import disable_openvino_telemetry
+
 if TYPE_CHECKING:
     from tests.cascades import Cascade
     from tests.chromium import Browser
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from outrider.models.grammar.compiler import GrammarCompiler
     from outrider.models.text.tokenizer import Tokenizer
 
+# Before anything imports openvino: each conversion would fork this process to tell an analytics service.
+disable_openvino_telemetry()
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.

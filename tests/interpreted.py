@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from triton import language
 from triton.runtime import interpreter
+
+_PACKAGES = (language, language.core, language.tensor, language.math, language.core.tensor_descriptor_base)
+_BUILTINS = {
+    package: [name for name, member in inspect.getmembers(package) if language.core.is_builtin(member)]
+    for package in _PACKAGES
+}
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """As Triton's own, which looks through all names of a package at each call of a kernel's function."""
+    for name in _BUILTINS[package]:
+        member = getattr(package, name)
+        if language.core.is_builtin(member):  # not yet patched
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+interpreter._patch_builtin = _patch_builtin
 
 
 @contextmanager

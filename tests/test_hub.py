@@ -158,14 +158,14 @@ def hub(source: Path) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
 
 RESOLVE = """
 import json, sys
-from outrider.export.source.model_source import read_source
+from outrider.export.source.hub import resolve_model
 from outrider.models.errors import ExportError
 
 found = {}
 for model in sys.argv[1:]:
     try:
-        source = read_source(model)
-        found[model] = [source.name, source.revision, sorted(path.name for path in source.path.iterdir())]
+        path = resolve_model(model)
+        found[model] = [path.parents[1].name, path.name, sorted(each.name for each in path.iterdir())]
     except ExportError as error:
         found[model] = str(error)
 print(json.dumps(found))
@@ -173,7 +173,9 @@ print(json.dumps(found))
 
 
 def resolve_in_process(home: Path, endpoint: str, *models: str, **environment: str) -> dict[str, Any]:
-    """What a process of its own makes of models, with the hub's settings as a user would set them."""
+    """What a process of its own finds for models (folder in the cache, commit, files; or the error), with the hub's
+    settings as a user would set them.
+    """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", RESOLVE, *models]
@@ -189,7 +191,7 @@ def test_a_download_takes_safe_files_only_and_is_kept(
     reach; what was not fetched before is an error that says which of both it is.
     """
     endpoint, asked = hub
-    fetched = ["org/tiny", SHA, sorted(path.name for path in source.iterdir())]
+    fetched = ["models--org--tiny", SHA, sorted(path.name for path in source.iterdir())]
     assert resolve_in_process(tmp_path, endpoint, "org/tiny")["org/tiny"] == fetched
     assert {Path(path).name for path, _ in asked} == {*fetched[2], "main"} and len(asked) > len(fetched[2])
     assert {token for _, token in asked} == {None}
@@ -223,5 +225,5 @@ def test_the_hubs_refusals_are_told_apart(hub: tuple[str, list[tuple[str, str | 
 def test_a_saved_login_is_used(hub: tuple[str, list[tuple[str, str | None]]], tmp_path: Path) -> None:
     """The file that `hf auth login` writes."""
     tmp_path.joinpath("token").write_text(TOKEN)
-    assert resolve_in_process(tmp_path, hub[0], "org/gated")["org/gated"][:2] == ["org/gated", SHA]
+    assert resolve_in_process(tmp_path, hub[0], "org/gated")["org/gated"][:2] == ["models--org--gated", SHA]
     assert {token for _, token in hub[1]} == {f"Bearer {TOKEN}"}

@@ -286,11 +286,10 @@ OPERATIONS: dict[str, tuple[Rows, Rows]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @settings(max_examples=5)
-@given(count=st.integers(1, 90), seed=st.integers(0, 99), data=st.data())
-def test_a_row_is_near_the_exact_one_and_the_same_in_any_batch(
-    name: str, count: int, seed: int, data: st.DataObject
-) -> None:
+@given(seed=st.integers(0, 99), data=st.data())
+def test_a_row_is_near_the_exact_one_and_the_same_in_any_batch(name: str, seed: int, data: st.DataObject) -> None:
     ours, torchs = OPERATIONS[name]
+    count = 90  # the errors of a few sums say little
     rows = torch.randn(count, 150, generator=torch.Generator().manual_seed(seed))
     found = ours(rows)
     exact = torchs(rows.double())
