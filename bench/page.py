@@ -66,10 +66,10 @@ PARTS: Final = (
         "round trips",
         (
             "bench.never_slower",
-            *("--runs", "3", "--prompts", "2", "--max-tokens", "64"),
+            *("--widen", "700", "--runs", "3", "--prompts", "2", "--max-tokens", "64"),
             *("--leave-out", "tree_with_lookup"),
         ),
-        ("--runs", "25", "--prompts", "8"),
+        ("--widen", "1450", "--runs", "25", "--prompts", "8"),
     ),
     Part(
         "one machine, greedy",
@@ -79,10 +79,13 @@ PARTS: Final = (
     Part(
         "one machine, sampled",
         (
-            *("bench.one_machine", "--temperature", "0.8", "--peers", "openvino_genai", "transformers"),
+            *("bench.one_machine", "--temperature", "0.8", "--peers", "openvino_genai", "openvino_lookup"),
             *("--drafted", "8", "--others-drafted", "8", "--prompts", "3"),
         ),
-        ("--others-drafted", "3", "5", "8", "12", "--runs", "9", "--prompts", "12"),
+        (
+            *("--peers", "openvino_genai", "openvino_lookup", "transformers"),
+            *("--others-drafted", "3", "5", "8", "12", "--runs", "9", "--prompts", "12"),
+        ),
     ),
     Part("sessions", ("bench.load", "--emulate", "40", "0.3"), ("--runs", "15")),
     Part("engine", ("bench.peers", "--only", "engine", "--runs", "3"), ("--runs", "15")),
