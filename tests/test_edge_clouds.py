@@ -176,6 +176,21 @@ async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> N
     await fleet.aclose()
 
 
+async def test_a_gateway_that_hides_its_readiness_is_a_cloud_that_answers() -> None:
+    """Whether it works, texts will show; an offline text tries it."""
+    gateway = VerifierClient(A, transport=httpx.MockTransport(lambda request: httpx.Response(404)))
+    hidden = Fleet([gateway])
+    assert await hidden.look(9.0) == [] and await hidden.finds_one(9.0)
+    clock = Clock()
+    cloud = Cloud(clock)
+    fleet = fleet_of(clock, a=cloud)
+    assert await fleet.finds_one(9.0)
+    cloud.state = None
+    assert not await fleet.finds_one(9.0)
+    for each in (hidden, fleet):
+        await each.aclose()
+
+
 def test_the_command_refuses_to_send_a_key_in_the_clear(
     outrider: Outrider,
 ) -> None:

@@ -55,7 +55,7 @@ def test_commands_run_with_what_config_shows(config: Path, outrider: Outrider, m
     """Every kind of option, from the file and from the environment, in the command itself."""
     config.write_text(
         "[common]\neffort = 'low'\n[run]\nlookup = false\ndepth = '3'\nparam = ['top_p=0.9']\ncloud = ['http://a', 'http://b']\n"
-        "draft = '~/drafts/x'\nkey_file = 'my.key'\n",
+        "draft = ['~/drafts/x', 'drafts/y', 'reference']\nkey_file = 'my.key'\n",
         encoding="utf-8",
     )
     monkeypatch.setenv("OUTRIDER_RUN_IGNORE_EOS", "yes")
@@ -68,7 +68,8 @@ def test_commands_run_with_what_config_shows(config: Path, outrider: Outrider, m
     ((options, keys),) = called
     assert (options.effort, options.lookup, options.depth, options.params.top_p) == ("low", False, "3", 0.9)
     assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
-    assert options.cloud == ["http://a", "http://b"] and options.draft == [str(Path.home() / "drafts" / "x")]
+    drafts = [str(root / "drafts" / name) for root, name in ((Path.home(), "x"), (config.parent, "y"))]
+    assert options.cloud == ["http://a", "http://b"] and options.draft == [*drafts, "reference"]
     assert keys == Keys(KEY, is_asked=False)
     values = shown(outrider, "run", "--temperature", "0")
     for name in ("effort", "lookup", "depth", "param", "ignore_eos", "seed", "temperature", "cloud", "draft"):

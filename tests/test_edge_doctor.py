@@ -175,7 +175,7 @@ def http(status: str, body: bytes = b"", *headers: str) -> bytes:
 def test_a_target_of_this_machine_needs_no_cloud(config: Path, doctor: Doctor) -> None:
     """Commands start its verifier; a cloud that is named is examined as ever."""
     config.write_text("[common]\ntarget = 'mine'\n", encoding="utf-8")
-    assert "since target is mine" in doctor()[1]["cloud"]["found"]
+    assert f"since target is {config.parent / 'mine'}" in doctor()[1]["cloud"]["found"]
     assert "nothing accepts connections" in doctor("--cloud", nowhere())[1]["TCP"]["found"]
 
 
@@ -213,6 +213,14 @@ def test_a_name_without_address_and_a_wrong_address_are_faults(doctor: Doctor, m
     assert "TCP" not in found
     code, found = doctor("--server", "ftp://me:secret@x")
     assert code == 1 and found["cloud"]["found"].startswith("'ftp://***@x' is no address")
+
+
+def test_an_addresss_password_is_not_sent_unencrypted(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything else asked then."""
+    monkeypatch.setattr("outrider.edge.doctor.cloud.CloudReport._check_direct", lambda *_, **__: iter(()))
+    monkeypatch.setattr("outrider.edge.doctor.cloud.urllib.request.getproxies", dict)
+    code, found = doctor("--server", "http://me:hunter2@cloud.invalid")
+    assert code == 1 and found["key"]["found"].startswith("not sent") and "HTTP" not in found
 
 
 def test_a_proxy_is_used_and_named_without_its_password(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

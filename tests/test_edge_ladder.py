@@ -20,6 +20,7 @@ from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
+from outrider.edge.drafting.scheduler import THREAD_NAME
 from outrider.edge.modes.assemble import OpenModel, eased, make_options
 from outrider.edge.modes.draft_ladder import LazyModel
 from outrider.edge.serve.lent_drafts import DraftSequences
@@ -134,6 +135,27 @@ def test_serve_goes_on_with_the_next_model_in_mid_text() -> None:
         local.wait_until(local.is_at_rest)
         local.core.drafts.scheduler.join()
         assert first.calls > calls and client.get("/health/ready").json()["failed_drafts"] == []
+
+
+def test_only_the_drafting_thread_loads_a_model_and_a_failed_load_costs_no_text() -> None:
+    """A text that begins while the first model pauses waits for the other: the event loop never loads it."""
+    first, loaders = Failing(), list[str]()
+
+    def load() -> OpenModel:
+        loaders.append(threading.current_thread().name)
+        raise ModelFault("it does not fit")
+
+    with (
+        serve_fake(config=SURE) as cloud,
+        serve_local(cloud.url, DRAFTS, runtime=first, others=[LazyModel("another draft", load)]) as local,
+    ):
+        pauses = local.core.drafts._pools[0].breaker
+        pauses._first_pause_s = pauses._max_pause_s = 1e9
+        pauses.failed()
+        assert local.text() == expected()
+        local.wait_until(local.is_at_rest)
+        local.core.drafts.scheduler.join()
+        assert set(loaders) == {THREAD_NAME} and first.calls == 0
 
 
 def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:

@@ -249,6 +249,7 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
             assert sum(marks) == 48
             text = "".join(chunk["choices"][0]["text"] for chunk in streamed)
             assert text == choice["text"]
+            assert local.core.metrics.counts["committed"] == 0  # that is what a target has seen
             fields = {"messages": MESSAGES, "max_tokens": 24, "ignore_eos": True, **SAMPLED}
             chat = local.post(fields, "/v1/chat/completions")
             assert chat["choices"][0]["outrider"]["unverified_tokens"] == 24
@@ -295,6 +296,25 @@ def test_an_unverified_answer_is_its_own_clients() -> None:
             local.wait_until(local.is_at_rest)
             counted = cloud.core.metrics.requests.items()
             assert {status: num for (path, _, status), num in counted if path == "/v1/sessions"} == {200: 1}
+
+
+def test_a_server_that_ends_ends_its_checks_and_begins_none() -> None:
+    """The client learns why."""
+    port, gate = free_port(), StepGate()
+    with (
+        serve_fake(config=SURE, gate=gate) as cloud,
+        serve_local(f"http://127.0.0.1:{port}", DRAFTS, runtime=fake_draft(agreement=0.9), offline=DRAFT) as local,
+    ):
+        first, second = ({"id": local.post(body())["id"]} for _ in range(2))
+        with proxy_to(cloud.url, listen_port=port), ThreadPoolExecutor(2) as pool:
+            url = f"{local.url}/v1/outrider/verify"
+            checked = pool.submit(httpx.post, url, json=first, timeout=60.0)
+            local.wait_until(lambda: len(cloud.core.sessions) == 1)
+            local.core.is_draining = True
+            assert local.refusal(503, second, "/v1/outrider/verify") == "shutting_down"
+            local.server.begin_drain(0.0)
+            assert code_of(checked.result()) == (503, "shutting_down")
+        gate.open()
 
 
 def test_a_client_with_many_answers_gives_way_to_one_with_few() -> None:

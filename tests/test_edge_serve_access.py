@@ -263,6 +263,10 @@ def test_a_verifier_that_fails_is_reported(cloud: FakeServer, caplog: pytest.Log
         answer = httpx.post(f"{local.url}/v1/completions", json=body())
         assert code_of(answer) == (502, "verifier_refused")
         assert guarded.url not in answer.text and "verifier_refused" in caplog.text
+    with serve_local(cloud.url, LocalSettings(shows_details=False)) as local:
+        answer = httpx.post(f"{local.url}/v1/completions", json=body(logit_bias={"99999999": 1}))
+        assert code_of(answer) == (400, "token_out_of_range")
+        assert "from http" not in answer.text and f"(from {cloud.url})" in caplog.text
     with serve_local(cloud.url) as local:
         long = body(prompt="a b " * 9000)
         assert (400, local.refusal(400, long)) == code_of(httpx.post(f"{cloud.url}/v1/completions", json=long))

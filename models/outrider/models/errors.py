@@ -75,11 +75,15 @@ class RequestError(OutriderError):
     """A request that the server refuses.
 
     `code` is stable and meant for programs, `status` is the HTTP status that goes with it. retry_after_s: when another
-    try may succeed; None: not known.
+    try may succeed; None: not known. origin: address of the server that said it; `message` is without.
     """
 
-    def __init__(self, code: str, message: str, *, status: int = 400, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, code: str, message: str, *, status: int = 400, retry_after_s: int | None = None, origin: str | None = None
+    ) -> None:
+        super().__init__(f"{message} (from {origin})" if origin else message)
+        self.message = message
+        self.origin = origin
         self.code = code
         self.status = status
         self.retry_after_s = retry_after_s

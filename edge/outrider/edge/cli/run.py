@@ -218,7 +218,7 @@ async def _generate_offline_ok(
     printer, is_alone = notes.printer, False
 
     async def find_cloud() -> bool:
-        return bool(await fleet.look(COMPARE_TIMEOUT_S))
+        return await fleet.finds_one(COMPARE_TIMEOUT_S)
 
     def on_replaced(verified: Sequence[int]) -> None:
         notes.in_text("The target goes on in place of the unverified text:")

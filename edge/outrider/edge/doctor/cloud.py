@@ -90,6 +90,7 @@ class CloudReport:
             yield ok("proxy", f"requests go through {without_password(proxy)}")
         else:
             yield from self._check_direct(host, parts.port or (443 if is_tls else 80), is_tls=is_tls)
+        self._require_private(self.login)
         try:
             with naming_a_wrong_proxy():
                 opened = httpx.Client(
@@ -168,8 +169,9 @@ class CloudReport:
             )
         yield ok("HTTP", f"a verifier answers at {self.url}")
 
-    def _check_key(self, client: httpx.Client) -> Iterator[Finding]:
-        if self.key is not None and is_plain_http(self.url) and not self.is_http_allowed:
+    def _require_private(self, secret: str | None) -> None:
+        """Raises Failed where a key, or an address's password, would go to it unencrypted."""
+        if secret is not None and is_plain_http(self.url) and not self.is_http_allowed:
             raise Failed(
                 fault(
                     "key",
@@ -177,6 +179,9 @@ class CloudReport:
                     "use https, or set allow_http = true in its [[endpoint]]",
                 )
             )
+
+    def _check_key(self, client: httpx.Client) -> Iterator[Finding]:
+        self._require_private(self.key)
         status, _, body = self._get(client, "/v1/model")
         is_open = status not in (401, 403)
         if self.key is not None and not is_open:

@@ -55,6 +55,7 @@ class _Member:
     look: asyncio.Task[Served | None] | None = None
     mending: asyncio.Task[None] | None = None
     has_served: bool = False
+    has_answered: bool = False  # at the newest look
 
 
 class CloudState(BaseModel):
@@ -163,6 +164,11 @@ class Fleet:
         done, _ = await asyncio.wait(looks, timeout=timeout_s)
         return [served for look in looks if look in done and (served := look.result()) is not None]
 
+    async def finds_one(self, timeout_s: float) -> bool:
+        """Whether any cloud answers now. A gateway that hides the readiness counts: texts show whether it works."""
+        await self.look(timeout_s)
+        return any(member.has_answered for member in self._members.values())
+
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
         looked = await self.look(COMPARE_TIMEOUT_S) if len(self.clients) > 1 else []
@@ -187,6 +193,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self, member: _Member) -> asyncio.Task[Served | None]:
+        member.has_answered = False
         member.look = asyncio.get_running_loop().create_task(self._ask(member))
         member.look.add_done_callback(partial(_looked, member))
         return member.look
@@ -198,6 +205,7 @@ class Fleet:
         except EndpointLost as error:
             self.failed(member.client.url, error)
             return None
+        member.has_answered = True
         if took_ms is None or member.ready is None:
             return None
         member.round_trips.append(took_ms)

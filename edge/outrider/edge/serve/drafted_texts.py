@@ -137,36 +137,38 @@ class LocalTexts(CallTexts[_Text, _Event]):
 
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)
-            timer.committed(len(batch.tokens))
-            metrics.committed(batch)
+            if not batch.is_unverified:
+                timer.committed(len(batch.tokens))
+                metrics.committed(batch)
             self.reader.put((index, batch))
 
-        with self._lend(request) as loan:
-            agent = core.stream_agent(self._endpoints(), loan, choice.quoted)
-            self._watch(agent)
-            try:
-                # The draft alone has no logprobs of the target.
-                if core.offline is not None and loan.can_write and request.num_logprobs is None:
-                    result = await self._generate_offline_ok(index, choice, agent, on_tokens)
-                else:
-                    result = await agent.generate(request, on_tokens, core.upstream.origin(choice.facts))
-                    core.upstream.confirm(choice.facts)
-                loan.has_failed = result.draft_error is not None
-                timer.ended()
-                metrics.ended(result)
-                self.reader.put((index, result))
-            except asyncio.CancelledError:  # a stop string, or the client has left
-                metrics.texts["cancelled"] += 1
-                raise
-            except Exception as error:
-                metrics.texts["failed"] += 1
-                if not isinstance(error, OutriderError):
-                    log_fault(error)
-                if isinstance(error, CloudError):
-                    core.upstream.forget_facts()
-                self.reader.put((index, core.request_error(error)))
-            finally:
-                loan.text = [*request.prompt, *tokens]
+        try:
+            with self._lend(request) as loan:
+                agent = core.stream_agent(self._endpoints(), loan, choice.quoted)
+                self._watch(agent)
+                try:
+                    # The draft alone has no logprobs of the target.
+                    if core.offline is not None and loan.can_write and request.num_logprobs is None:
+                        result = await self._generate_offline_ok(index, choice, agent, on_tokens)
+                    else:
+                        result = await agent.generate(request, on_tokens, core.upstream.origin(choice.facts))
+                        core.upstream.confirm(choice.facts)
+                    loan.has_failed = result.draft_error is not None
+                finally:
+                    loan.text = [*request.prompt, *tokens]
+            timer.ended()
+            metrics.ended(result)
+            self.reader.put((index, result))
+        except asyncio.CancelledError:  # a stop string, or the client has left
+            metrics.texts["cancelled"] += 1
+            raise
+        except Exception as error:
+            metrics.texts["failed"] += 1
+            if not isinstance(error, OutriderError):
+                log_fault(error)
+            if isinstance(error, CloudError):
+                core.upstream.forget_facts()
+            self.reader.put((index, core.request_error(error)))
 
     # What a text of the page does otherwise.
 
@@ -245,13 +247,23 @@ class LocalTexts(CallTexts[_Text, _Event]):
 async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAnswer) -> VerifiedAnswer:
     """The target's text of each choice, one after the other, and how far the draft's agrees.
 
-    Raises RequestError 429 or 503 where no place is free, CloudError where no cloud answers.
+    Raises RequestError 429 or 503 where no place is free or the server ends, CloudError where no cloud answers.
     """
+    if core.is_draining:
+        raise shutting_down()
     facts = await core.target_facts(next(text.model for text in kept.values()))
     core.places.take(owner, 1)
+    task = asyncio.current_task()
+    assert task is not None
+    core.tasks.add(task)
     try:
         choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
+    except asyncio.CancelledError:
+        if core.is_draining:
+            raise shutting_down() from None
+        raise
     finally:
+        core.tasks.discard(task)
         core.places.add(owner, -1)
     return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
 

@@ -194,16 +194,17 @@ class _Pool:
     def take(self, text: _Text, index: int, *, in_thread: bool) -> _Sequence | None:
         """A sequence for a text; None where those that are free are for texts that have waited longer: it waits, too.
 
-        index: this model's place. in_thread: this is the drafting thread.
+        index: this model's place. in_thread: this is the drafting thread, the only one that loads models: elsewhere a
+        text waits for one that is not in memory.
         """
         if in_thread:
-            self.load()  # takes long, so without the lock; only this thread loads
+            self.load()  # takes long, so without the lock
         with self._lock:
             if text.is_over:
                 return None
             self.waiting.setdefault(text)
             num_free = len(self.idle) + self.max_sequences - len(self.opened)
-            is_next = text in itertools.islice(self.waiting, num_free)
+            is_next = self.model is not None and text in itertools.islice(self.waiting, num_free)
             try:
                 found = self._find(text.owner, text.prompt) if is_next else None
             except BaseException:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
@@ -130,7 +130,7 @@ class LocalCore:
     is_draining: bool = False
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     draft_facts: ModelFacts | None = field(init=False, default=None)
     places: TextSlots = field(init=False)
     grammars: Grammars = field(init=False)
@@ -140,7 +140,10 @@ class LocalCore:
     def request_error(self, error: Exception) -> RequestError:
         """What the client gets for this one; the log has the verifiers' addresses always."""
         if isinstance(error, RequestError) and error.status not in _OWN_KEY:
-            return error
+            if error.origin is None or self.settings.shows_details:
+                return error
+            _log.warning("%s: %s", error.code, visible(str(error)))
+            return RequestError(error.code, error.message, status=error.status, retry_after_s=error.retry_after_s)
         if not isinstance(error, OutriderError):
             return internal_error()
         if isinstance(error, TokenizerMismatch):

@@ -29,6 +29,8 @@ from outrider.edge.setup.config_file import (
     read_config,
 )
 from outrider.edge.setup.endpoints import beside, read_endpoints
+from outrider.edge.store.auto import AUTO
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import has_kind, kind_of, removed_options
@@ -44,6 +46,8 @@ CLOUDS: Final = frozenset({"cloud", "server"})
 """Options that take the addresses of the `[[endpoint]]` tables; all are lists."""
 SEVERAL: Final = CLOUDS | {"draft"}
 """Lists that the file may also give as one value."""
+_BUNDLES: Final = frozenset({"draft", "target"})
+"""Options that take a bundle's path, or a word for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ class Settings:
         return [self._path(each, option) for each in value] if option.multiple else self._path(value, option)
 
     def _path(self, value: Any, option: click.Option) -> Any:
-        if isinstance(option.type, click.Path):
+        if isinstance(option.type, click.Path) or (option.name in _BUNDLES and value not in (AUTO, REFERENCE)):
             return str(beside(self.config.path, value))
         if isinstance(value, str) and value.startswith(("~/", "~\\")):
             return str(Path(value).expanduser())

@@ -142,7 +142,7 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
         return EndpointWrong(f"there is no verifier at {url}: {message}; {advice}", status=status)
     if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)
-    return RequestError(code, f"{message} (from {url})", status=status)
+    return RequestError(code, message, status=status, origin=url)
 
 
 @contextmanager
