@@ -25,12 +25,12 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.store.auto import AUTO
 from outrider.edge.store.choice import Wishes
 from outrider.edge.store.pull import PullResult, find_offer
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.bundle.reference_export import AUTO
 from outrider.models.errors import CloudError
 
 

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from outrider.cloud.vllm.terms import Terms, terms_of
 from outrider.cloud.vllm.worker_choosers import Asked, RequestChoosers, WorkerGrammars, report_found
-from outrider.models.processors.rows_torch import to_device
+from outrider.models.processors.device_copies import to_device
 
 
 @dataclass(slots=True)

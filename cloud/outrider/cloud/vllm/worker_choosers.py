@@ -29,7 +29,7 @@ from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.heap import HeapTrimmer
 from outrider.models.processors.chooser import TokenLogprobs
-from outrider.models.processors.rows_torch import HostCopy
+from outrider.models.processors.device_copies import HostCopy
 from outrider.models.processors.step_choices import StepChoices
 from outrider.models.processors.text_rows import AskedRows, TextPath, TextRows
 from outrider.models.text.tokenizer import Tokenizer

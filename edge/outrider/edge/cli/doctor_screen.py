@@ -30,10 +30,9 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
 from outrider.edge.doctor.findings import Finding, Status, from_error, ok, warning
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import settings_here
-from outrider.edge.store.auto import AUTO
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.bundle.reference_export import AUTO, DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.process.command_line import print_line, takes_options

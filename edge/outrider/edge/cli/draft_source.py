@@ -29,14 +29,13 @@ from outrider.edge.retrieval.documents import read_documents
 from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import facts_of
 from outrider.edge.store.shelf import Pulled, Shelf, find_all_pulled, find_pulled_from, in_use
 from outrider.edge.store.tokenizers import last_tokenizer, named_tokenizer, target_tokenizer
 from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
-from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
+from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable, TokenizerMismatch

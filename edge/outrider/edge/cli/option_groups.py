@@ -19,8 +19,7 @@ from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.setup.endpoints import Keys, read_key_file, require_private
 from outrider.edge.setup.settings import Settings
-from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.bundle.reference_export import AUTO, DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams

@@ -40,8 +40,7 @@ from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
 from outrider.edge.retrieval.grounding import Grounding
-from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import REFERENCE
+from outrider.models.bundle.reference_export import AUTO, REFERENCE
 from outrider.models.client.tracing import start_tracing
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError

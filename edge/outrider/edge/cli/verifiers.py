@@ -16,8 +16,7 @@ from outrider.edge.cli.draft_source import Clouds, clouds_of, export_reference_p
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.lab.own_verifier import OwnVerifier, own_verifier
-from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB
+from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE, WIDENED_MB
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError
 from outrider.models.process.command_line import print_line

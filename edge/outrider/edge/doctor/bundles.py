@@ -11,11 +11,10 @@ from typing import Final
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.doctor.findings import Finding, Status, from_error, ok, warning
 from outrider.edge.doctor.probe import find_pulled_draft
-from outrider.edge.store.auto import AUTO
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import MANIFEST_NAME
-from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE
+from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE
 from outrider.models.counted import counted
 from outrider.models.errors import OutriderError
 from outrider.models.process.extras import is_installed

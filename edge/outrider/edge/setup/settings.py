@@ -29,8 +29,7 @@ from outrider.edge.setup.config_file import (
     read_config,
 )
 from outrider.edge.setup.endpoints import beside, read_endpoints
-from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import REFERENCE
+from outrider.models.bundle.reference_export import AUTO, REFERENCE
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import has_kind, kind_of, removed_options

@@ -17,6 +17,8 @@ from outrider.models.process.child_command import run_child_command
 
 REFERENCE: Final = "reference"
 """The word that stands for the reference pair where a model or a bundle is expected."""
+AUTO: Final = "auto"
+"""The word for the pulled draft that fits the verifier's target, or else the reference draft."""
 
 WIDENED_MB: Final = 700.0
 """Size of the widened reference target in FP32, 10^6 bytes."""

@@ -13,67 +13,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from outrider.models.processors.device_copies import to_device
 from outrider.models.processors.text_rows import TextPath
 
-_ALIGNMENT: Final = 16
 _SHORT: Final = 512
 """Ids of a row whose list is not filled up to the longest."""
+_MOST_PENALIZED: Final = 1 << 20
+"""Ids of rows that are penalized at a time: 32 rows of a text may have 30,000 each."""
 _CACHED: Final = 1 << 18
 _LARGE: Final = 1 << 25
 """Logits worked on at a time where temporaries are as wide as rows: what fits a core's cache; elsewhere 128 MiB."""
-
-
-def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors there, by one copy that does not wait. On the CPU they share the arrays' memory."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    if device.type == "cpu":
-        return tensors
-    packed = _packed(tensors, pin_memory=device.type == "cuda")
-    return _parts(packed.to(device, non_blocking=True), tensors)
-
-
-def _packed(tensors: Sequence[torch.Tensor], *, pin_memory: bool) -> torch.Tensor:
-    """One behind the other, uint8."""
-    size = sum(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors)
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
-    for part, tensor in zip(_parts(packed, tensors), tensors, strict=True):
-        part.copy_(tensor)
-    return packed
-
-
-def _parts(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What was packed, with the types and shapes of `like`."""
-    found, start = [], 0
-    for each in like:
-        found.append(packed[start : start + each.nbytes].view(each.dtype).view(each.shape))
-        start += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return found
-
-
-class HostCopy:
-    """A tensor on its way to the host. Nothing waits for it before `tolist`."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copy.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
-            self._copy = tensor.cpu()
-
-    def tolist(self) -> Any:
-        """Its values."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._copy.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +65,12 @@ class RowList:
 class _Changes:
     """What changes rows. Numbers of rows: int64, ascending. What is said of each id or mask is float32 or uint8.
 
-    rows: that anything changes. biased, penalized, bad, stops: places of ids in the flat logits, row by row; and with
-    `_rows` the row of each. factors: [rows with penalized ids, 3]; num_penalized: how many each has. allowing: rows
-    whose options allow some ids only. tight: rows that are not listed, of which these, bad or stops may leave nothing.
+    rows: that anything changes. biased, drafted, bad, stops: places of ids in the flat logits, row by row; and with
+    `_rows` the row of each. penalized, counts: ids of texts, one text behind the other. Of each of n rows that penalize
+    ids: num_penalized; ids_before: of the text among `penalized`, less those of the rows before in its part; places
+    before it; factors, [n, 3]. drafted: those that have counts of their own; drafted_by: which of the n rows. allowing:
+    rows whose options allow some ids only. tight: rows that are not listed, of which these, bad or stops may leave
+    nothing.
     """
 
     rows: torch.Tensor
@@ -119,8 +78,13 @@ class _Changes:
     biases: torch.Tensor
     penalized: torch.Tensor
     counts: torch.Tensor
-    factors: torch.Tensor
     num_penalized: torch.Tensor
+    ids_before: torch.Tensor
+    places_before: torch.Tensor
+    factors: torch.Tensor
+    drafted: torch.Tensor
+    drafted_counts: torch.Tensor
+    drafted_by: torch.Tensor
     masked: torch.Tensor
     masks: torch.Tensor
     allowing: torch.Tensor
@@ -143,12 +107,14 @@ class RowChanges:
         device: torch.device,
         *,
         may_list: bool = False,
+        may_undo: bool = True,
     ) -> None:
         """paths: with the first row of each, ascending. num_rows: of the step, also those that nothing changes.
 
-        may_list: whether rows of which few ids are left are listed.
+        may_list: whether rows of which few ids are left are listed. may_undo: whether `own` may be called, which takes
+        12 bytes for each id that is penalized in a row.
         """
-        self._num_rows, self._vocab_size = num_rows, vocab_size
+        self._num_rows, self._vocab_size, self._may_undo = num_rows, vocab_size, may_undo
         self._undo: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_lost: torch.Tensor | None = None
         self._listed: list[torch.Tensor] | None = None
@@ -157,7 +123,13 @@ class RowChanges:
         listed = {row: ids for row, ids in few.items() if ids is not None}
         masked = [(row, change.mask) for row, _, change in rows if change.mask is not None and row not in listed]
         allowing = [(row, path.allowed[1]) for row, path, _ in rows if path.allowed is not None]
-        penalized = [(row, path, change) for row, path, change in rows if change.ids.size]
+        texts = [path for _, path in paths if path.penalized[0].size or any(own.counts for own in path.rows.values())]
+        begins = dict(zip(map(id, texts), np.cumsum([0, *(path.penalized[0].size for path in texts)]), strict=False))
+        penalized = [(row, path, change) for row, path, change in rows if id(path) in begins]
+        num_penalized = [path.penalized[0].size for _, path, _ in penalized]
+        self._penalizing = list(_by_sum(num_penalized, _MOST_PENALIZED))
+        in_part = [np.cumsum([0, *num_penalized[part]])[:-1] for part, _ in self._penalizing]
+        drafted = [[row * vocab_size + token for token in change.counts] for row, _, change in penalized]
         bad = [(row, change.bad) for row, _, change in rows if change.bad.size]
         stops = [(row, change.stops) for row, _, change in rows if change.stops.size]
         tight = {row for row, _ in (*allowing, *bad, *stops)}
@@ -178,10 +150,15 @@ class RowChanges:
             "rows": np.array([row for row, _, _ in rows], np.int64),
             "biased": places((row, path.biased) for row, path, _ in rows),
             "biases": floats(path.biases for _, path, _ in rows),
-            "penalized": places((row, change.ids) for row, _, change in penalized),
-            "counts": floats(change.counts for _, _, change in penalized),
+            "penalized": np.concatenate([np.empty(0, np.int64), *(path.penalized[0] for path in texts)]),
+            "counts": floats(path.penalized[1] for path in texts),
+            "num_penalized": np.array(num_penalized, np.int64),
+            "ids_before": np.array([begins[id(path)] for _, path, _ in penalized], np.int64),
+            "places_before": np.array([row * vocab_size for row, _, _ in penalized], np.int64),
             "factors": np.array([path.factors for _, path, _ in penalized], np.float32).reshape(-1, 3),
-            "num_penalized": np.array([change.ids.size for _, _, change in penalized], np.int64),
+            "drafted": np.array(list(chain.from_iterable(drafted)), np.int64),
+            "drafted_counts": np.array([n for _, _, change in penalized for n in change.counts.values()], np.float32),
+            "drafted_by": np.repeat(np.arange(len(penalized)), list(map(len, drafted))),
             "masked": np.array([row for row, _ in masked], np.int64),
             "masks": masks(masked),
             "allowing": np.array([row for row, _ in allowing], np.int64),
@@ -192,8 +169,9 @@ class RowChanges:
             "stop_rows": rows_of(stops),
             "tight": np.array(sorted(tight.difference(listed)), np.int64),
         }
-        own = self._own = _Changes(*to_device(list(arrays.values()), device))
-        self._factors = own.factors.repeat_interleave(own.num_penalized, 0, output_size=len(own.penalized)).unbind(1)
+        if in_part:
+            arrays["ids_before"][: sum(map(len, in_part))] -= np.concatenate(in_part)
+        self._own = _Changes(*to_device(list(arrays.values()), device))
         self._has_tight = bool(tight)
         short = {row: ids for row, ids in listed.items() if ids.size <= _SHORT}
         long = {row: ids for row, ids in listed.items() if ids.size > _SHORT}
@@ -211,19 +189,37 @@ class RowChanges:
             found = flat.index_select(0, own.biased)
             flat.scatter_(0, own.biased, found + own.biases)
             self._undo.append((own.biased, found))
-        if own.penalized.numel():
-            found = flat.index_select(0, own.penalized)
-            repetition, frequency, presence = self._factors
-            value = torch.where(found < 0.0, found * repetition, found / repetition)
-            value -= frequency * own.counts
-            value -= presence * (own.counts > 0.0)
-            flat.scatter_(0, own.penalized, value)
-            self._undo.append((own.penalized, found))
+        drafted = flat.index_select(0, own.drafted) if own.drafted.numel() else None
+        for part, count in self._penalizing:
+            by = torch.arange(part.start, part.stop, device=logits.device)
+            by = by.repeat_interleave(own.num_penalized[part], output_size=count)
+            index = torch.arange(count, device=logits.device) + own.ids_before[by]
+            places = own.penalized[index] + own.places_before[by]
+            self._penalize(flat, places, flat.index_select(0, places), own.counts[index], own.factors[by])
+        if drafted is not None:  # with counts of their own, also where they were among the others
+            self._penalize(flat, own.drafted, drafted, own.drafted_counts, own.factors[own.drafted_by])
         for part, index in parts_of(logits, own.masked):
             _add(logits, index, _spread(own.masks[part], self._vocab_size))
         if self._has_tight:
             self._forbid(logits, flat)
         return is_finite
+
+    def _penalize(
+        self,
+        flat: torch.Tensor,
+        places: torch.Tensor,
+        found: torch.Tensor,
+        counts: torch.Tensor,
+        factors: torch.Tensor,
+    ) -> None:
+        """Steps 2 and 3 of `options_processor`, of logits that were `found`. counts: of each; factors: [n, 3]."""
+        repetition, frequency, presence = factors.unbind(1)
+        value = torch.where(found < 0.0, found * repetition, found / repetition)
+        value -= frequency * counts
+        value -= presence * (counts > 0.0)
+        flat.scatter_(0, places, value)
+        if self._may_undo:
+            self._undo.append((places, found))
 
     def listed(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """What `apply` has left of the listed rows: the logits of each list."""
@@ -301,6 +297,18 @@ class DraftedRows:
         is_wrong = goes_on.cumprod(1).roll(1, 1) == 0
         is_wrong[:, 0] = False
         return found.masked_fill_(is_wrong, -1).to(torch.int32)
+
+
+def _by_sum(counts: Sequence[int], most: int) -> Iterator[tuple[slice, int]]:
+    """Some of these in a row whose sum is at most `most`, one at least; and the sum. None where all are 0."""
+    first = total = 0
+    for at, count in enumerate(counts):
+        if total and total + count > most:
+            yield slice(first, at), total
+            first, total = at, 0
+        total += count
+    if total:
+        yield slice(first, len(counts)), total
 
 
 def parts_of(logits: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -14,9 +14,10 @@ import torch
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.choices_torch import RowChoices
 from outrider.models.processors.chooser import PickedRow, TokenLogprobs
+from outrider.models.processors.device_copies import HostCopy, to_device
 from outrider.models.processors.logprobs_torch import RowLogprobs, token_logprobs
 from outrider.models.processors.options import ProcessorOptions
-from outrider.models.processors.rows_torch import HostCopy, RowChanges, to_device
+from outrider.models.processors.rows_torch import RowChanges
 from outrider.models.processors.text_rows import AskedRows
 
 
@@ -47,7 +48,11 @@ class StepChoices:
             (first, each.path) for first, each in zip(self._firsts, asked, strict=False) if each.path is not None
         ]
         is_cpu = device.type == "cpu"
-        self._changes = RowChanges(changes, len(params), vocab_size, device, may_list=is_cpu) if changes else None
+        self._changes: RowChanges | None = None
+        if changes:
+            self._changes = RowChanges(
+                changes, len(params), vocab_size, device, may_list=is_cpu, may_undo=bool(reported)
+            )
         self._choices = RowChoices(params, positions, narrowings, self._changes, device)
         self._num_reported = max((each.num_logprobs for each in asked if each.num_logprobs is not None), default=0)
         self._reported, self._whole = to_device([np.array(reported, np.int64), np.array(whole, np.int64)], device)

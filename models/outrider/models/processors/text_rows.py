@@ -28,14 +28,13 @@ _Ids = NDArray[np.intp]
 class RowChange:
     """What changes one row, in the order in which it acts; each step as in `options_processor`.
 
-    mask: the ids that grammar and options allow, [(V + 7) // 8], one bit an id, lowest first; None: all. ids, counts:
-    that are penalized, and how often the text has each. bad, stops: forbidden ids; of those that the
-    options, or else a grammar, do not allow, none.
+    mask: the ids that grammar and options allow, [(V + 7) // 8], one bit an id, lowest first; None: all. counts: of the
+    penalized ids among the drafted tokens before the row, how often it comes after each; `TextPath.penalized` has the
+    others. bad, stops: forbidden ids; of those that the options, or else a grammar, do not allow, none.
     """
 
     mask: NDArray[np.uint8] | None
-    ids: _Ids
-    counts: NDArray[np.float32]
+    counts: dict[int, np.float32]
     bad: _Ids
     stops: _Ids
 
@@ -50,7 +49,8 @@ class TextPath:
 
     rows: those that can be reached, ascending: a path ends with the text, and before a drafted token that the grammar
     forbids. errors: what a row raises if it is reached. length: tokens of the text before the first row.
-    allowed: by the options: ids, ascending, and a mask. factors: repetition, frequency, presence.
+    allowed: by the options: ids, ascending, and a mask. factors: repetition, frequency, presence. penalized: ids, and
+    how often the text has each: once for all rows, as a long prompt has many.
     """
 
     length: int
@@ -58,6 +58,7 @@ class TextPath:
     biases: NDArray[np.float32]
     factors: tuple[np.float32, np.float32, np.float32]
     allowed: tuple[_Ids, NDArray[np.uint8]] | None
+    penalized: tuple[_Ids, NDArray[np.float32]]
     rows: dict[int, RowChange] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
 
@@ -133,9 +134,10 @@ class TextRows:
         """
         options, grammar = self._options, self._grammar
         factors = options.repetition, options.frequency, options.presence
-        path = TextPath(self.length, options.biased, options.biases, factors, self._allowed)
-        length = options.length
-        path.rows[0] = self._row(None if grammar is None else grammar.mask(self._vocab_size))
+        penalized = options.ids.copy(), options.counts.copy()
+        path = TextPath(self.length, options.biased, options.biases, factors, self._allowed, penalized)
+        length, before = options.length, list[int]()
+        path.rows[0] = self._row(None if grammar is None else grammar.mask(self._vocab_size), before)
         following: defaultdict[int, list[int]] = defaultdict(list)
         for node, parent in enumerate(range(-1, len(drafted) - 1) if parents is None else parents):
             following[parent].append(node)
@@ -162,7 +164,8 @@ class TextRows:
                 if walker is not None and mask is None:
                     continue
                 options.advance(drafted[node])
-                path.rows[node + 1] = self._row(mask)
+                before[depth:] = [drafted[node]]
+                path.rows[node + 1] = self._row(mask, before)
                 walkers[node] = walker
                 waiting += [(each, node, depth + 1) for each in reversed(following[node])]
         finally:
@@ -177,9 +180,11 @@ class TextRows:
         with walker.cost.drafting():
             return walker.mask(self._vocab_size) if walker.accept(token) else None
 
-    def _row(self, mask: NDArray[np.uint8] | None) -> RowChange:
-        """The row that the options are before. mask: of the grammar."""
+    def _row(self, mask: NDArray[np.uint8] | None, before: Sequence[int]) -> RowChange:
+        """The row that the options are before. mask: of the grammar. before: the drafted tokens before it."""
         options, among = self._options, mask
+        slots, all_counts = options.slots, options.counts
+        counts = {token: all_counts[slots[token]] for token in before if token in slots}
         if self._allowed is not None:
             _, among = self._allowed
             mask = among if mask is None else mask & among
@@ -189,7 +194,7 @@ class TextRows:
         stops = options.stop_ids if options.is_short else options.stop_ids[:0]
         if among is not None:
             bad, stops = (ids[(among[ids >> 3] >> (ids & 7) & 1) == 1] for ids in (bad, stops))
-        return RowChange(mask, options.ids.copy(), options.counts.copy(), bad, stops)
+        return RowChange(mask, counts, bad, stops)
 
 
 @dataclass(frozen=True, slots=True)
