@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
 from bench.beside import open_draft
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.load_devices import Device, Recorded, Session, run_sessions
@@ -96,12 +97,9 @@ class Figures:
             raise ValueError("no time in which all sessions run; raise --max-tokens")
         later = [tokens for session in sessions for _, tokens in session.commits[1:]]
         passes = len(later) / sum(map(len, later))
-        return cls(num_tokens / (end - begin), passes, tuple(quantile(gaps, q) for q in QUANTILES))
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+        # Values that were measured: the smallest that at least such a share of them does not exceed.
+        quantiles = np.quantile(gaps, QUANTILES, method="inverted_cdf").tolist()
+        return cls(num_tokens / (end - begin), passes, tuple(quantiles))
 
 
 @dataclass(slots=True)

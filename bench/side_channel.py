@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import multiprocessing
 import random
 import sys
@@ -45,6 +44,7 @@ from bench.paced_pair import open_paced
 from bench.pairs import make_requests
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
+from scipy.stats import binomtest
 
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.lab.proxy import DelayProxy
@@ -176,14 +176,6 @@ class Found:
     tokens_per_s: float
 
 
-def interval(accuracy: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `count` (Wilson 1927)."""
-    z = 1.959964
-    middle = (accuracy + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(accuracy * (1 - accuracy) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return middle - half, middle + half
-
-
 def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, *, sees_opening: bool = False) -> Found:
     """Chooses a classifier on the training traces, and lets it guess the others. sees_opening: its size as well."""
     known = [trace for trace in traces if trace.seed < num_train]
@@ -197,7 +189,8 @@ def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, *
         for is_up in (True, False)
     )
     rate = num_tokens / (len(traces) * window_s)
-    return Found(name, chosen, accuracy, *interval(accuracy, len(others)), up, down, rate)
+    interval = binomtest(round(accuracy * len(others)), len(others)).proportion_ci(method="wilson")
+    return Found(name, chosen, accuracy, float(interval.low), float(interval.high), up, down, rate)
 
 
 def show(console: Console, found: Sequence[Found], num_prompts: int, num_tests: int) -> None:

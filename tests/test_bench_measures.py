@@ -21,7 +21,7 @@ from bench import one_machine
 from bench.attacks.exchange import values_of
 from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
-from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
+from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses
 from bench.load_devices import Session
 from bench.one_machine import gaps_ms, likelihoods, own_text
 from bench.pairs import PAIR_OPTIONS, open_pair
@@ -54,12 +54,6 @@ def test_figures_are_taken_while_all_sessions_run() -> None:
     assert found.gaps_ms == (1000.0, 1000.0, 1000.0)
     with pytest.raises(ValueError, match="raise --max-tokens"):
         Figures.of([Session([(0.0, (1,))]), Session([(0.0, (1,))])])
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100), (0.001, 1)])
-def test_a_quantile_is_a_measured_value(share: float, expected: float) -> None:
-    """The smallest that this share of the values does not exceed."""
-    assert quantile([float(value) for value in range(100, 0, -1)], share) == expected
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from bench.eavesdropper import Read, Trace, padded
 from bench.gpu import exact, host, load, needs, round_trips, steps
 from bench.gpu.place import SMALL, Run
-from bench.side_channel import Lane, interval, main
+from bench.side_channel import Lane, main
 from bench.soak import ALONE, Plan, run, too_few
 from bench.soak_faults import FAULTS
 from bench.soak_texts import Case, Ledger, make_cases
@@ -275,8 +275,3 @@ def test_padding_leaves_times_only() -> None:
     assert [[read.at_s for read in trace.reads] for trace in after] == [
         [read.at_s for read in trace.reads] for trace in before
     ]
-
-
-def test_the_interval_holds_the_share() -> None:
-    """Wilson's, as tables have it: 8 of 10 is 49 % to 94 %."""
-    assert interval(0.8, 10) == pytest.approx((0.490, 0.943), abs=1e-3)
