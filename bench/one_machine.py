@@ -6,6 +6,7 @@
                                       the draft's probabilities and rejection (docs/rules.md)
   a peer, N drafted                   a kind of `bench.peer_drafts`: draft and target in one process
   a peer, plain                       its target alone
+  served                              with --served: the local endpoint, `outrider serve`, over HTTP
 
 The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no turn.
 
@@ -22,10 +23,14 @@ by: compare copies of the target, no tens of MB. `own text` counts texts that ar
 same target alone with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target:
 a text of another distribution has less.
 
+--served measures what the local hop costs (`bench.served`): cloud-only, stream and served, and peers that are named.
+Exits 1 where served is under 0.98 of stream or 0.97 of cloud-only, or where a text is not the same in all three.
+
 Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
 or under 1.3 of it (sampled), and where no way of a peer with drafts runs (sampled: none at all).
 
     python -m bench.one_machine [--temperature 0] [--widen 700] [--runs 3] [--cores 0] [--rtt-ms 0] [--form tree]
+    python -m bench.one_machine --served --cores 1 --temperature 0.8 --prompts 2 --max-tokens 80 [--rtt-ms 25]
         [--peers KIND ...] [--vllm-python PYTHON] [--llama-cpp FOLDER] [--json PATH]
 
 --form tree gives up bits that do not depend on the batch. `--peers` without a kind leaves all out.
@@ -39,11 +44,11 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -56,6 +61,7 @@ from bench.peer_engines import HUGE_PAGES
 from bench.peer_processes import PeerFailed, PeerProcess, peak_mb, prepare
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import Subject
+from bench.served import SERVED, Said, Text, Write, open_endpoint
 from bench.verifier import safetensors_target, verifier_of
 from rich.console import Console
 from rich.table import Table
@@ -68,12 +74,9 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
 
-OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED = 0.98, 1.0, 1.3
+OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED, OF_STREAM, OF_CLOUD_ONLY = 0.98, 1.0, 1.3, 0.98, 0.97
 PLAIN, LOOKUP = "plain", "openvino_lookup"
 _WIDE_GAPS = (50, 95, 99)
-
-Text = GenerationResult | Written
-Write = Callable[[GenerationRequest], Awaitable[Text]]
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ class Found:
     @property
     def rates(self) -> list[float]:
         """Tokens/s of each run."""
-        return [sum(len(text.tokens) for text in run) / sum(text.arrival_s[-1] for text in run) for run in self.runs]
+        return [sum(len(text.arrival_s) for text in run) / sum(text.arrival_s[-1] for text in run) for run in self.runs]
 
     @property
     def rate(self) -> float:
@@ -112,7 +115,7 @@ class Found:
     @property
     def figures(self) -> dict[str, Any]:
         """For the table and the document."""
-        texts, num_tokens = self.texts, sum(len(text.tokens) for text in self.texts)
+        texts, num_tokens = self.texts, sum(len(text.arrival_s) for text in self.texts)
         num_passes = sum(text.num_passes for text in texts)
         drafted, draft_s = sum(text.num_drafted for text in texts), sum(_draft_s(text) for text in texts)
         return {
@@ -140,7 +143,7 @@ def gaps_ms(arrivals: Sequence[Sequence[float]]) -> dict[int, float]:
 
 
 async def compare(
-    ways: Mapping[str, tuple[Write, str]], requests: Sequence[GenerationRequest], num_runs: int
+    ways: Mapping[str, tuple[Write, str]], warming: Sequence[GenerationRequest], *runs: Sequence[GenerationRequest]
 ) -> tuple[dict[str, Found], dict[str, str]]:
     """Every way on the first text, then on the second, ...: what changes on the machine hits all.
 
@@ -156,9 +159,9 @@ async def compare(
             del found[name]
             return []
 
-    for name in list(found):
-        await write(name, requests[-1])
-    for _ in range(num_runs):
+    for name, request in product(list(found), warming):
+        await write(name, request)
+    for requests in runs:
         for each in found.values():
             each.runs.append([])
         for index, request in enumerate(requests):
@@ -181,7 +184,7 @@ def waiting_agents(agent: Agent, drafted: Sequence[int], is_sampled: bool) -> di
 
 
 async def measure(
-    options: argparse.Namespace, subject: Subject, bench_mb: float
+    options: argparse.Namespace, subject: Subject, bench_mb: float, said: Said
 ) -> tuple[dict[str, Found], dict[str, str]]:
     """Our own modes and the peers, interleaved; and what failed. bench_mb: of this process, without the draft."""
     peers, failed = dict[str, PeerProcess](), dict[str, str]()
@@ -190,6 +193,8 @@ async def measure(
             modes = three_modes(endpoints, subject.drafter)
             modes |= waiting_agents(modes[STOP_AND_WAIT], options.others_drafted, options.temperature > 0.0)
             ways: dict[str, tuple[Write, str]] = {name: (agent.generate, CLOUD_ONLY) for name, agent in modes.items()}
+            if options.served:
+                ways = open_endpoint(modes, pair_of(options).draft, subject, options.rtt_ms, said, stack)
             for kind in options.peers:
                 plain = f"{'openvino_genai' if kind == LOOKUP else kind}, {PLAIN}"
                 try:
@@ -202,7 +207,7 @@ async def measure(
                     failed[kind] = str(error)
             if (peaks := Path("/proc/self/clear_refs")).exists():
                 peaks.write_text("5")  # begin anew: exporting is no part of a mode
-            found, failures = await compare(ways, make_requests(options), options.runs)
+            found, failures = await compare(ways, *texts_of(options))
         for name, each in found.items():
             each.peak_mb = peers[name].peak_mb if name in peers else _own_mb() - bench_mb
     return found, failed | failures
@@ -213,6 +218,14 @@ def drafts_of(kind: str, drafted: Sequence[int], others: Sequence[int]) -> Seque
     if kind == LOOKUP:
         return others[:1]
     return 0, *(drafted if kind == "openvino_genai" else others)
+
+
+def texts_of(options: argparse.Namespace) -> list[list[GenerationRequest]]:
+    """Those that warm up, then those of each run."""
+    if not options.served:
+        return [make_requests(options)[-1:], *[make_requests(options)] * options.runs]
+    found = make_requests(options, (options.runs + 1) * options.prompts)
+    return [found[start : start + options.prompts] for start in range(0, len(found), options.prompts)]
 
 
 def _own_mb() -> float:
@@ -267,7 +280,12 @@ def main(given: Sequence[str] | None = None) -> int:
         "--rtt-ms": option(0.0),
         "--drafted": option([3, 5, 8, 12], "tokens that openvino_genai's draft guesses for each pass"),
         "--others-drafted": option([4, 8], "the same of the other peers, and of blocks of one size"),
-        "--peers": {"nargs": "*", "choices": tuple(KINDS), "help": "by default all whose place is known"},
+        "--served": option(False, "`outrider serve` against the agent and cloud-only"),
+        "--peers": {
+            "nargs": "*",
+            "choices": tuple(KINDS),
+            "help": "by default all whose place is known; with --served none",
+        },
         "--vllm-python": option(help="the interpreter of an environment with vLLM and Outrider"),
         "--llama-cpp": option(type=Path, help="llama.cpp's source, with build/bin/llama-server"),
     }
@@ -276,15 +294,19 @@ def main(given: Sequence[str] | None = None) -> int:
     options, console = cli.parse_args(given), Console(width=None if sys.stdout.isatty() else 190)
     if options.peers is None:
         away = {kind for kind, place in (("vllm", options.vllm_python), ("llama_cpp", options.llama_cpp)) if not place}
-        options.peers = [kind for kind in KINDS if kind not in away]
+        options.peers = [kind for kind in KINDS if kind not in away and not options.served]
     os.environ |= HUGE_PAGES  # of all processes that are started here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes would stay behind
-    sampled = options.temperature > 0.0
+    sampled, said = options.temperature > 0.0, Said(set)
     pair_of(options, verifier_of(options))  # exporting, also from the cache, loads torch
     bench_mb = psutil.Process().memory_info().rss / 1e6
     with open_pair(options, beside=False, lookup=False) as subject:
-        found, failed = asyncio.run(measure(options, subject, bench_mb))
-    chances = likelihoods(safetensors_target(options.widen or None), make_requests(options), found) if sampled else {}
+        found, failed = asyncio.run(measure(options, subject, bench_mb, said))
+    chances = (
+        likelihoods(safetensors_target(options.widen or None), make_requests(options), found)
+        if sampled and not options.served
+        else {}
+    )
     figures = {
         name: {**each.figures, "own_text": own_text(each, found), "nats": chances.get(name)}
         for name, each in found.items()
@@ -297,19 +319,24 @@ def main(given: Sequence[str] | None = None) -> int:
     for name, error in failed.items():
         console.print(f"  {name}: {error}", highlight=False, markup=False)
     goal = OF_PEERS_SAMPLED if sampled else OF_PEERS
-    goals = {
-        name: OF_WAITING if name.startswith(STOP_AND_WAIT) else goal
+    goals = [
+        (STREAM, name, OF_WAITING if name.startswith(STOP_AND_WAIT) else goal)
         for name in found
-        if name not in (CLOUD_ONLY, STREAM)
-    }
-    missed = [
-        f"stream has {ratio:.3f} of {name}; expected at least {goal:g}"
-        for name, goal in goals.items()
-        if (ratio := median(a / b for a, b in zip(stream.rates, found[name].rates, strict=True))) < goal
+        if name not in (CLOUD_ONLY, STREAM, SERVED)
     ]
+    if options.served:
+        goals += [(SERVED, STREAM, OF_STREAM), (SERVED, CLOUD_ONLY, OF_CLOUD_ONLY)]
+    missed = [
+        f"{name} has {ratio:.3f} of {other}; expected at least {goal:g}"
+        for name, other, goal in goals
+        if (ratio := median(a / b for a, b in zip(found[name].rates, found[other].rates, strict=True))) < goal
+    ]
+    missed += [f"a text is not the same in all ways: {texts}" for texts in said.values() if len(texts) > 1]
     if not sampled:
         missed += [
-            f"{name}: texts differ from stream's" for name, each in found.items() if each.tokens != stream.tokens
+            f"{name}: texts differ from stream's"
+            for name, each in found.items()
+            if name != SERVED and each.tokens != stream.tokens
         ]
     missed += [
         f"{kind}: no way with drafts runs"
