@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 
@@ -39,15 +37,3 @@ def change_bundle(source: Path, place: Path, *, template: str = "", files: Mappi
             path.unlink(missing_ok=True)
             path.write_bytes(content)
         return writer.commit(bundle.manifest.model_copy(update={"files": writer.list_files()}))
-
-
-def other_model(bundle: Path, place: Path) -> Path:
-    """A copy of the bundle with the sign of some weights turned: a different model in the verifier's place."""
-    weights = next(path for path in sorted(bundle.iterdir()) if path.suffix in (".bin", ".safetensors"))
-    data = bytearray(weights.read_bytes())
-    values = np.frombuffer(data, "<f4", count=len(data) // 4)
-    middle = values[values.size // 3 : values.size // 2]
-    # Only what looks like a weight: the file also holds shapes and indices.
-    looks_real = (np.abs(middle) > 1e-4) & (np.abs(middle) < 1.0)
-    middle[looks_real] *= -1.0
-    return change_bundle(bundle, place / "other", files={weights.name: bytes(data)}).path

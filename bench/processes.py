@@ -175,7 +175,6 @@ class Program:
         self._running: subprocess.Popen[str] | None = None
         self.log = log
         self.url = ""
-        self.start_s = 0.0
 
     @property
     def port(self) -> int:
@@ -190,7 +189,6 @@ class Program:
 
     def start(self) -> None:
         """Returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends before that."""
-        began_s = time.monotonic()
         with self.log.open("a") as errors:
             self._running = start_group(
                 [*self._arguments, *(("--port", str(self.port)) if self.url else ())],
@@ -209,7 +207,6 @@ class Program:
             for line in self._running.stdout:
                 if line.startswith(READY_PREFIX):
                     self.url = line.removeprefix(READY_PREFIX).strip()
-                    self.start_s = time.monotonic() - began_s
                     return
         finally:
             watchdog.cancel()
@@ -226,9 +223,9 @@ class Program:
             end_group(self._running)
         self._running = None
 
-    def said(self, since: int = 0) -> str:
-        """Its log from a character on."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[since:]
+    def said(self) -> str:
+        """Its log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
@@ -265,26 +262,21 @@ def announce(make: Callable[..., Any]) -> None:
 
 @dataclass(slots=True)
 class Text:
-    """A text as a client of a stream gets it. error: the message where it failed. id_s: the answer's `created`.
+    """A text as a client of a stream gets it. error: the message where it failed. created_s: as the answer says.
 
-    longest_gap_s: between two chunks, the first from the request's beginning. num_tokens: as the answer says; 0 where
-    the text failed.
+    num_accepted: drafted tokens, as the answer says; 0 where the text failed.
     """
 
     text: str = ""
     error: str = ""
     finish: str = ""
     created_s: int = 0
-    took_s: float = 0.0
-    longest_gap_s: float = 0.0
-    num_tokens: int = 0
     num_accepted: int = 0
 
 
 def read_text(url: str, body: Mapping[str, Any], on_text: Callable[[str], None] = lambda text: None) -> Text:
     """Streams a text to its end, also where that is a failure. on_text: called with all text so far at each chunk."""
-    found, began_s = Text(), time.monotonic()
-    last_s = began_s
+    found = Text()
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=_SILENCE_S, trust_env=False) as answer:
@@ -299,22 +291,17 @@ def read_text(url: str, body: Mapping[str, Any], on_text: Callable[[str], None] 
                     break
                 found.created_s = event.get("created", found.created_s)
                 if usage := event.get("usage"):
-                    found.num_tokens = usage["completion_tokens"]
                     found.num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
                 for choice in event["choices"]:
                     new = choice["text"]
                     found.finish = choice["finish_reason"] or found.finish
-                    if not new:
-                        continue
-                    now_s = time.monotonic()
-                    found.longest_gap_s, last_s = max(found.longest_gap_s, now_s - last_s), now_s
-                    found.text += new
-                    on_text(found.text)
+                    if new:
+                        found.text += new
+                        on_text(found.text)
     except httpx.HTTPError as error:
         found.error = f"{type(error).__name__}: {error}"
     if not found.finish and not found.error:
         found.error = "the stream ended without a finish reason"
-    found.took_s = time.monotonic() - began_s
     return found
 
 
@@ -330,10 +317,3 @@ def metrics_of(url: str) -> dict[str, float]:
     text = httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text
     lines = (line.split() for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
     return {name: float(value) for name, value in lines}
-
-
-def device_counts(url: str) -> dict[str, float]:
-    """The local endpoint's counters, by name without prefix and suffix."""
-    prefix, suffix = "outrider_device_", "_total"
-    found = ((name.removeprefix(prefix), value) for name, value in metrics_of(url).items() if name.startswith(prefix))
-    return {name.removesuffix(suffix): value for name, value in found if name.endswith(suffix)}

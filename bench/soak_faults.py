@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import shutil
 import signal
 import ssl
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +22,6 @@ from typing import Final
 import httpx
 import psutil
 from bench.dropped import drop
-from bench.fault_scene import WrongClock, num_met, pause
 from bench.processes import Program, endpoint_arguments, read_text, started, verifier
 from tests.certificates import make_own
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
@@ -35,10 +38,33 @@ ROOM_BYTES: Final = 1 << 20
 """That a process may still take once its memory is limited."""
 CLOCK_S: Final = 60.0
 """That an answer may take whose date is compared."""
+AGENT: Final = ("--depth", "4", "--metrics")
 NUM_DROPPED: Final = 16
 NUM_FLIPS: Final = 3
 START_S: Final = 150.0
 """For a replica to come back; Ray is slow on a busy machine."""
+
+
+def require_preload() -> None:
+    """Raises SystemExit where `WrongClock` cannot be made."""
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        raise SystemExit("needs Linux and a C compiler `cc`")
+
+
+class WrongClock:
+    """A wall clock for processes that are started with `environment`. place: a directory for its files."""
+
+    def __init__(self, place: Path) -> None:
+        library, self._offset = place / "wrong_clock.so", place / "clock"
+        source = Path(__file__).with_name("wrong_clock.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+        self._offset.write_bytes(struct.pack("<q", 0))
+        self.environment = {"LD_PRELOAD": str(library), "OUTRIDER_BENCH_CLOCK": str(self._offset)}
+
+    def jump_to(self, seconds: int) -> None:
+        """It is wrong by so many seconds from now on."""
+        with self._offset.open("r+b") as place:
+            place.write(struct.pack("<q", seconds))
 
 
 @dataclass(slots=True)
@@ -84,8 +110,8 @@ def plain_place(lab: Lab, folder: Path, prompts: Sequence[list[int]], longest_s:
     files = ("--audit-log", str(folder / "audit.jsonl"), "--spill-dir", str(folder / "spill"))
     cloud = verifier(lab.target.path, folder, lab.cores.cloud, *files, *more, environment=clock.environment)
     with started(cloud), FaultyProxy("127.0.0.1", cloud.port, ProxyOptions(RTT_MS)) as proxy:
-        arguments = ["-m", "bench.faulty_agent", "call", *endpoint_arguments(lab.draft.path, [proxy.url])]
-        agent = Program([*arguments, "--depth", "4"], folder / "agent.log", lab.cores.agent, clock.environment)
+        arguments = ["-m", "bench.faulty_agent", *endpoint_arguments(lab.draft.path, [proxy.url])]
+        agent = Program([*arguments, *AGENT], folder / "agent.log", lab.cores.agent, clock.environment)
         with started(agent):
             yield Place(cloud, agent, proxy, prompts, longest_s, clock)
 
@@ -106,7 +132,7 @@ def replicated_place(lab: Lab, folder: Path, prompts: Sequence[list[int]], longe
         place = Place(cloud, cloud, proxy, prompts, longest_s, None, tls, redis, socket)
         trusting = {"SSL_CERT_FILE": str(certificate)}
         arguments = ["-m", "outrider.edge.cli", *endpoint_arguments(lab.draft.path, [place.url])]
-        place.agent = Program([*arguments, "--depth", "4"], folder / "agent.log", lab.cores.agent, trusting)
+        place.agent = Program([*arguments, *AGENT], folder / "agent.log", lab.cores.agent, trusting)
         with started(place.agent):
             yield place
 
@@ -133,7 +159,10 @@ def killed(place: Place, chance: random.Random, *, is_agent: bool) -> None:
 
 def stopped(place: Place, chance: random.Random, *, is_agent: bool) -> None:
     """SIGSTOP, and SIGCONT after a while."""
-    pause((place.agent if is_agent else place.cloud).signal, place.hold_s(chance))
+    program = place.agent if is_agent else place.cloud
+    program.signal(signal.SIGSTOP)
+    place.hold(chance)
+    program.signal(signal.SIGCONT)
 
 
 def runtime_raises(place: Place, chance: random.Random) -> None:
@@ -153,7 +182,7 @@ def _num_raised(place: Place) -> int:
     size = len(place.agent.said())
     place.agent.signal(signal.SIGUSR2)
     _until(lambda: place.agent.said().endswith("\n") and len(place.agent.said()) > size, "the agent does not count")
-    return num_met(place.agent)
+    return int(re.findall(r"calls that met the fault: (\d+)", place.agent.said())[-1])
 
 
 def dropped(place: Place, chance: random.Random) -> None:

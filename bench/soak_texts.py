@@ -22,7 +22,7 @@ from typing import Any, Final
 import httpx
 from bench.invariant import GRAMMAR, RULES, SAMPLINGS, make_grammar_requests, make_requests
 from bench.invariant_modes import MODES, STEADY, generate_all
-from bench.processes import Program, read_text
+from bench.processes import Program, metrics_of, read_text
 
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.lab.laboratory import Lab
@@ -146,7 +146,8 @@ class Ledger:
     """Counts texts by the fault that they met, "" for none. injected: faults. errors: what clients got.
 
     missed: what failed, in sentences. struck: texts that met it. num_equal: those that are their twin's. ended: those
-    that ended with an error, and were asked for again. turn: held to change any of it.
+    that ended with an error, and were asked for again. accepted: drafted tokens of the endpoint's texts, from the end
+    of a fault to the next strike in its place; "" before the first one. turn: held to change any of it.
     """
 
     injected: Counter[str] = field(default_factory=Counter)
@@ -155,6 +156,7 @@ class Ledger:
     different: Counter[str] = field(default_factory=Counter)
     errors: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     num_equal: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
     num_accepted: int = 0
     missed: list[str] = field(default_factory=list)
     turn: threading.Condition = field(default_factory=threading.Condition)
@@ -186,6 +188,7 @@ class Traffic:
         self._turn = ledger.turn
         self._running: list[Attempt] = []
         self._fault: Strike | None = None
+        self._healed = "", 0  # the last fault, and what the agent had drafted until then
         self._is_over = False
         pairs = list(itertools.product(cases, WAYS))
         random.Random(len(pairs)).shuffle(pairs)
@@ -204,6 +207,7 @@ class Traffic:
                 thread.start()
             try:
                 yield
+                self._settle()
             finally:
                 with self._turn:
                     self._is_over = True
@@ -225,6 +229,7 @@ class Traffic:
     @contextmanager
     def struck(self, fault: Strike) -> Iterator[None]:
         """A fault strikes meanwhile. Returns when all texts that met it are over."""
+        self._settle()
         with self._turn:
             self._fault = fault
             for each in self._running:
@@ -232,11 +237,19 @@ class Traffic:
         try:
             yield
             self._ledger.injected[fault.name] += 1
+            self._healed = fault.name, self._accepted()
         finally:
             with self._turn:
                 self._fault = None
                 self._turn.notify_all()
         self._wait(lambda: not any(each.fault for each in self._running), f"after {fault.name}")
+
+    def _settle(self) -> None:
+        name, before = self._healed
+        self._ledger.accepted[name] += self._accepted() - before
+
+    def _accepted(self) -> int:
+        return int(metrics_of(self._agent.url)["outrider_device_accepted_total"])
 
     def _wait(self, is_so: Any, words: str) -> None:
         with self._turn:

@@ -1,5 +1,5 @@
-/* Shifts the wall clock of a process, for bench/faults.py: LD_PRELOAD it, with OUTRIDER_BENCH_CLOCK naming a file of
- * eight bytes that holds the seconds to add. The monotonic clock stays. */
+/* Shifts the wall clock of a process, for bench/soak_faults.py: LD_PRELOAD it, with OUTRIDER_BENCH_CLOCK naming a file
+ * of eight bytes that holds the seconds to add. The monotonic clock stays. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
