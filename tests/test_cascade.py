@@ -131,11 +131,13 @@ def test_provisional_tokens_are_marked_and_then_confirmed_or_replaced() -> None:
 
 
 def test_a_session_that_does_not_ask_gets_no_provisional_token(usual: Cascade) -> None:
-    """Withheld by default: an older device sees a verifier as it knows one."""
+    """Withheld by default: an older device sees a verifier as it knows one. Nothing is parked: nobody could name it."""
     before = usual.engine.counts.provisional
-    session = run_session(usual.client, asking())  # checks that every commit follows the last
+    session = run_session(usual.client, asking(keep_prefix=True))  # checks that every commit follows the last
     assert usual.engine.counts.provisional > before
     assert not any(commit.provisional for commit in session.commits)
+    usual.mid.wait_until(usual.mid.is_empty)
+    assert usual.engine.stats().parked == 0
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -145,6 +145,36 @@ def test_prompts_and_texts_are_charged_and_cached_tokens_are_not() -> None:
     assert [type(event) for event in events] == [CommitEvent, EndEvent]
 
 
+def test_a_call_of_several_texts_is_admitted_once() -> None:
+    """All its prompts have to fit, or the bucket is full; the texts after the first go into debt."""
+    engine, clock, admission = admission_of(ring("tokens-per-minute=100"))
+
+    def submit(num_tokens: int, of_call: int | None) -> None:
+        admission.submit(request_of(range(num_tokens)), lambda event: None, Asked(clock.now), of_call=of_call)
+
+    submit(40, 150)
+    for _ in range(3):
+        submit(40, 0)
+    with pytest.raises(Throttled):
+        submit(1, None)
+    clock.now += 60.0  # 100 less a debt of 60
+    with pytest.raises(Throttled):
+        submit(20, 60)
+    submit(20, 40)
+    assert len(engine.taken) == 5
+
+
+def test_texts_of_one_prompt_fit_where_the_prompt_does() -> None:
+    """A call of a prompt of 8 and four texts of one token, of 14 a minute; not another one."""
+    body = {"prompt": [*PROMPT, *PROMPT], "max_tokens": 1, "n": 4}
+    with (
+        serve_fake(ServerSettings(ring("tokens-per-minute=14"))) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        answers = [client.post("/v1/completions", json=body, headers=bearer(KEY)) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429] and len(answers[0].json()["choices"]) == 4
+
+
 def test_a_held_prefix_that_is_computed_again_is_charged() -> None:
     """One token that continues a prefix of 90 whose blocks are gone costs 91."""
     engine, clock, admission = admission_of(ring("tokens-per-minute=100"))

@@ -65,8 +65,9 @@ class Admission:
         self._lock = threading.Lock()
         self._open: dict[int, _Followed] = {}
 
-    def submit(self, request: GenerateRequest, sink: Sink, asked: Asked) -> int:
-        """As the engine's `submit`, for a request that asks for this.
+    def submit(self, request: GenerateRequest, sink: Sink, asked: Asked, *, of_call: int | None = None) -> int:
+        """As the engine's `submit`, for a request that asks for this. of_call: for the first of several texts of a
+        call, the tokens of all its prompts, which have to fit; 0 for the others, whose debt is paid later.
 
         Raises RequestError as the engine does; also `unauthorized`, `tokens_exhausted`, `deadline_exceeded`,
         `steady_required`.
@@ -91,7 +92,10 @@ class Admission:
             return self._engine.submit(request, sink)
         num_prompt = len(request.prompt)
         if per_minute is not None:
-            self.budget.admit(owner, num_prompt, per_minute)
+            if of_call == 0:
+                self.budget.take(owner, num_prompt, per_minute)
+            else:
+                self.budget.admit(owner, num_prompt, per_minute, of_call or 0)
         if asked.entry is not None:
             asked.entry.num_sequences += 1
             asked.entry.num_prompt += num_prompt

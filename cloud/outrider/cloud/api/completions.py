@@ -22,7 +22,7 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.answers import CallTexts, Choice, answer, choice_params, model_not_found
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.call_plan import chat_style, engine_logprobs, grammar_of_call, look_of, text_style
+from outrider.models.http.call_plan import chat_style, echoes, engine_logprobs, grammar_of_call, look_of, text_style
 from outrider.models.http.encoding import (
     check_call,
     check_prediction,
@@ -127,6 +127,10 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
         if (trace := trace_of(request.scope)) is not None:
             trace.asked(params, max_tokens, model.name)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
+        echoed: list[str] = []
+        if isinstance(body, openai.CompletionRequest) and body.echo:
+            echoed = await core.workers.run(owner, echoes, body, tokenizer, prompts)
+        look = look_of(body, style, tokenizer, prompts, echoed)
         await generation.submit(
             recalled,
             text_style(body, style, tokenizer, stop_ids),
@@ -139,7 +143,7 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
         generation.close()
         raise
     make = ChatShape if isinstance(body, openai.ChatRequest) else CompletionShape
-    shape = make(model.name, params.seed, model.target, look_of(body, style, tokenizer, prompts))
+    shape = make(model.name, params.seed, model.target, look)
     return await answer(generation, len(prompts), shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
 
 
@@ -184,6 +188,7 @@ class Generation(CallTexts[_Sequence, Event]):
                 assembler = style.assembler(tokenizer, prompt)
                 watch = SequenceWatch(self.core.metrics, scope, asked.arrived_s, len(self.choices))
                 self.choices.append(_Sequence(assembler, follower, len(prompt), recalled=each, watch=watch))
+        self._num_prompt = sum(len(leader.request.prompt) for leader in recalled)
         for index in range(0, len(self.choices), num_each):
             self._begin(index)
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
@@ -191,7 +196,8 @@ class Generation(CallTexts[_Sequence, Event]):
     def _begin(self, index: int) -> None:
         choice = self.choices[index]
         sink = choice.recalled.sink(self.mailbox.sink(index))
-        choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, self._asked)
+        of_call = self._num_prompt if index == 0 else 0
+        choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, self._asked, of_call=of_call)
         choice.has_begun = True
 
     def close(self) -> None:
@@ -224,9 +230,11 @@ class Generation(CallTexts[_Sequence, Event]):
         choice = self.choices[index]
         choice.is_over = True
         choice.watch.ended(event)
+        choice.num_cached = event.usage.cached_prompt_tokens
+        if choice.has_stopped:
+            return []  # the text was whole before, whatever ended its sequence
         if event.reason == "shutdown":
             raise shutting_down()
         if event.reason == "error":
             raise event.error or internal_error()
-        choice.num_cached = event.usage.cached_prompt_tokens
-        return [] if choice.has_stopped else choice.finish(index, is_stop=event.reason == "stop")
+        return choice.finish(index, is_stop=event.reason == "stop")

@@ -207,6 +207,7 @@ class MidRun:
             hints=replace(hints, recent=hints.recent[len(text) :] if is_known else ()),
             asker=replace(request.asker, deadline_ms=None),  # of the text: the target's
             provisional=False,
+            keep=False,  # nobody could name what is parked here
             num_generated=request.num_generated + len(text),
         )
         self._number = self._engine.submit(own, self._new_sink())

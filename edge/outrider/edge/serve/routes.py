@@ -35,7 +35,15 @@ from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
-from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs, grammar_of_call, look_of, text_style
+from outrider.models.http.call_plan import (
+    Dialect,
+    chat_style,
+    echoes,
+    engine_logprobs,
+    grammar_of_call,
+    look_of,
+    text_style,
+)
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,
@@ -255,7 +263,11 @@ async def _answer(
             for prompt in prompts
         ]
         make = ChatShape if isinstance(body, LocalChatRequest) else CompletionShape
-        shape: Shape = make(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
+        echoed: list[str] = []
+        if isinstance(body, openai.CompletionRequest) and body.echo:
+            echoed = await core.workers.run(owner, echoes, body, core.tokenizer, prompts)
+        look = look_of(body, style, core.tokenizer, prompts, echoed)
+        shape: Shape = make(facts.name, params.seed, facts.target, look)
         texts.answer_id, texts.model = shape.id, body.model
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])

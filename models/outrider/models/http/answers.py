@@ -171,13 +171,18 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
             if not arrived and self.reader.is_closed:
                 return
             deltas: list[Delta] = []
-            for index, event in arrived:
-                deltas += self._take(index, event)
-                others = range(index + 1, index + self.num_each) if index % self.num_each == 0 else ()
-                for other in others:
-                    if not self.choices[other].has_begun:
-                        self._begin(other)
-                        await asyncio.sleep(0)
+            try:
+                for index, event in arrived:
+                    deltas += self._take(index, event)
+                    others = range(index + 1, index + self.num_each) if index % self.num_each == 0 else ()
+                    for other in others:
+                        if not self.choices[other].has_begun:
+                            self._begin(other)
+                            await asyncio.sleep(0)
+            except RequestError:
+                if deltas:  # what came before it is the client's
+                    yield deltas
+                raise
             if deltas or not arrived:
                 yield deltas
 

@@ -272,23 +272,29 @@ def engine_logprobs(body: GenerationRequest) -> int | None:
     return 0 if body.num_each > body.num_kept else None
 
 
-def look_of(body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> Look:
-    """How the answer shows its texts. prompts: token ids of each prompt."""
+def look_of(
+    body: GenerationRequest,
+    style: ChatStyle,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    echoed: Sequence[str],
+) -> Look:
+    """How the answer shows its texts. prompts: token ids of each prompt. echoed: of these, as `echoes` has it."""
     num_kept = body.num_kept
     insides = [style.has_reasoning and opens_reasoning(tokenizer, tuple(prompt)) for prompt in prompts]
     num_top = body.num_logprobs
     return Look(
         logprobs=None if num_top is None else LogprobWriter(tokenizer, num_top),
-        echoes=[echo for echo in _echoes(body, tokenizer, prompts) for _ in range(num_kept)],
+        echoes=[echo for echo in echoed for _ in range(num_kept)],
         style=style,
         insides=[inside for inside in insides for _ in range(num_kept)],
     )
 
 
-def _echoes(body: GenerationRequest, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """What is echoed of each prompt: its text as it came; the text of its ids, or of those that are left of it."""
-    if not isinstance(body, CompletionRequest) or not body.echo:
-        return []
+def echoes(body: CompletionRequest, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """What is echoed of each prompt: its text as it came; the text of its ids, or of those that are left of it, which
+    takes a tenth of a second for what a body can hold.
+    """
     return [
         given if isinstance(given, str) and body.truncate_prompt_tokens is None else tokenizer.decode(ids)
         for given, ids in zip(body.prompts(), prompts, strict=True)
