@@ -12,7 +12,7 @@ Black box: it knows wire formats and commands only, so it runs on versions befor
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
 missed or a row could not be measured, which the table says. Needs Linux and two cores.
-Takes about 35 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
+Takes about 30 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from bench.attacks.connections import (
     downloads,
     floods,
     large_answers,
-    local_connections,
     local_floods,
     trickled_requests,
     unread_answers,
 )
 from bench.attacks.drafts import draft_flood, large_trees, long_requests, malformed_trees, orphan_flood
 from bench.attacks.generated import generated_local, generated_requests
-from bench.attacks.local import delayed_texts, greedy_texts
+from bench.attacks.local import greedy_texts
 from bench.attacks.local_hostile import local_hostile
 from bench.attacks.subject import EMBEDDED, VLLM, Row, Subject
-from bench.attacks.texts import cascades, heavy_rules, large_verify_calls, largest_drafts, long_prompts, many_choices
+from bench.attacks.texts import cascades, heavy_rules, large_verify_calls, largest_drafts, many_choices
 from bench.report import write_json
 from rich.console import Console
 from rich.markup import escape
@@ -49,7 +48,6 @@ from rich.table import Table
 
 Attack = Callable[[Subject], Iterator[Row]]
 ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
-    (42, long_prompts),
     (5, large_verify_calls),
     (6, wrong_elements),
     (8, trickled_requests),
@@ -62,8 +60,6 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (24, local_bodies),
     (24, local_documents),
     (25, greedy_texts),
-    (26, local_connections),
-    (28, delayed_texts),
     (29, local_hostile),
     (38, heavy_rules),
     (39, cascades),
