@@ -282,7 +282,7 @@ def main(given: Sequence[str] | None = None) -> int:
     sampled = options.temperature > 0.0
     pair_of(options, verifier_of(options))  # exporting, also from the cache, loads torch
     bench_mb = psutil.Process().memory_info().rss / 1e6
-    with open_pair(options, beside=False, lookup=False) as subject:
+    with open_pair(options, beside=False) as subject:
         found, failed = asyncio.run(measure(options, subject, bench_mb))
     chances = likelihoods(safetensors_target(options.widen or None), make_requests(options), found) if sampled else {}
     figures = {
