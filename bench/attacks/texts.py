@@ -20,7 +20,6 @@ from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_
 from bench.attacks.subject import (
     COMPLETIONS,
     KEYS,
-    VLLM,
     Row,
     Server,
     Subject,
@@ -144,7 +143,7 @@ def largest_items() -> bytes:
 
 def largest_drafts(subject: Subject) -> Iterator[Row]:
     """Floods the server with the largest drafts that have probabilities, beside another's item."""
-    if subject.engine == VLLM:
+    if subject.verifier.is_vllm:
         raise NotMeasured("vLLM takes the rules coupled and greedy only")
     with subject.emulated(step_ms=10.0) as server:
         before, largest = _verified(server), largest_items()
