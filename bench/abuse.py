@@ -31,7 +31,7 @@ from bench.attacks.connections import (
     trickled_requests,
     unread_answers,
 )
-from bench.attacks.drafts import draft_flood, large_trees, long_requests, malformed_trees, orphan_flood
+from bench.attacks.drafts import draft_floods, large_trees, long_requests
 from bench.attacks.generated import generated_local, generated_requests
 from bench.attacks.local import greedy_texts
 from bench.attacks.local_hostile import local_hostile
@@ -48,10 +48,8 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (6, wrong_elements),
     (8, trickled_requests),
     (9, unread_answers),
-    (10, draft_flood),
-    (17, orphan_flood),
+    (10, draft_floods),
     (18, large_trees),
-    (19, malformed_trees),
     (21, downloads),
     (24, local_bodies),
     (24, local_documents),
