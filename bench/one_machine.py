@@ -100,11 +100,6 @@ class Found:
         return median(self.rates)
 
     @property
-    def num_turns(self) -> int:
-        """Passes that device and target took in turns."""
-        return sum(text.num_turns for text in self.texts if isinstance(text, GenerationResult))
-
-    @property
     def tokens(self) -> list[tuple[int, ...]]:
         """Of the texts of all runs."""
         return [text.tokens for text in self.texts]
@@ -117,7 +112,6 @@ class Found:
         drafted, draft_s = sum(text.num_drafted for text in texts), sum(_draft_s(text) for text in texts)
         return {
             "rates": self.rates,
-            "turns": self.num_turns,
             "first_ms": 1e3 * median(text.arrival_s[0] for text in texts),
             "gaps_ms": gaps_ms([text.arrival_s for text in texts]),
             "passes": num_passes / num_tokens,

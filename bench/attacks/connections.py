@@ -95,7 +95,7 @@ def unread_answers(subject: Subject) -> Iterator[Row]:
             with beside(server, idle) as seen, attacking(pipeline, server.port, request * 500, num_connections, False):
                 time.sleep(ATTACK_S)
             limit = "+64 MB; p99 under 50 ms more than the idle server's"
-            yield Row("9", what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady, seen.raw)
+            yield Row("9", what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady)
 
 
 def floods(subject: Subject) -> Iterator[Row]:
@@ -182,7 +182,6 @@ def large_answers(subject: Subject) -> Iterator[Row]:
                 f"s; {seen}",
                 f"complete; p99 and max under 50 ms more than the idle server's; +{MAX_GROWTH_MB:g} MB",
                 is_whole and is_quick and seen.is_small,
-                seen.raw,
             )
 
 
@@ -220,5 +219,4 @@ def downloads(subject: Subject) -> Iterator[Row]:
                 f"{seconds(other.took_s) if is_whole else f'HTTP {other.status}'}; {seen}",
                 f"whole within {ATTACK_S:g} s; p99 under 50 ms more than the idle server's; +64 MB",
                 is_whole and seen.is_small and seen.is_steady,
-                {"took_s": other.took_s, "status": other.status, **seen.raw},
             )

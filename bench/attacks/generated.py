@@ -239,8 +239,8 @@ def _judged(
         {
             "statuses": dict(statuses),
             "offences": [{"group": name, "case": str(case), "what": words} for name, case, words in offences],
-            "plain": plain.raw,
-            "seen": {name: one.raw for name, one in seen.items()},
+            "plain": str(plain),
+            "seen": {name: str(one) for name, one in seen.items()},
         },
     )
     name, one = max(seen.items(), key=lambda item: item[1].memory.peak_mb)
