@@ -233,13 +233,12 @@ def main() -> None:
             "--extra-ms": option(0.0, "of each token of a step after the first"),
             "--temperature": option(0.8, "of the texts to come"),
             "--form": option(TreeForm.LINE, "what a step verifies of a tree", choices=tuple(TreeForm)),
-            "--lookup": option(False, "guess by prompt lookup, too"),
             "--policy": option(Policy.AUTO, choices=tuple(Policy)),
             "--max-running": option(EngineConfig().max_running, "sequences in one step"),
         },
     ).parse_args()
     config = EngineConfig(
-        looks_up=options.lookup,
+        looks_up=False,
         form=TreeForm(options.form),
         policy=Policy(options.policy),
         max_running=options.max_running,

@@ -103,11 +103,6 @@ class Found:
         return median(self.rates)
 
     @property
-    def num_turns(self) -> int:
-        """Passes that device and target took in turns."""
-        return sum(text.num_turns for text in self.texts if isinstance(text, GenerationResult))
-
-    @property
     def tokens(self) -> list[tuple[int, ...]]:
         """Of the texts of all runs."""
         return [text.tokens for text in self.texts]
@@ -120,7 +115,6 @@ class Found:
         drafted, draft_s = sum(text.num_drafted for text in texts), sum(_draft_s(text) for text in texts)
         return {
             "rates": self.rates,
-            "turns": self.num_turns,
             "first_ms": 1e3 * median(text.arrival_s[0] for text in texts),
             "gaps_ms": gaps_ms([text.arrival_s for text in texts]),
             "passes": num_passes / num_tokens,
@@ -300,7 +294,7 @@ def main(given: Sequence[str] | None = None) -> int:
     sampled, said = options.temperature > 0.0, Said(set)
     pair_of(options, verifier_of(options))  # exporting, also from the cache, loads torch
     bench_mb = psutil.Process().memory_info().rss / 1e6
-    with open_pair(options, beside=False, lookup=False) as subject:
+    with open_pair(options, beside=False) as subject:
         found, failed = asyncio.run(measure(options, subject, bench_mb, said))
     chances = (
         likelihoods(safetensors_target(options.widen or None), make_requests(options), found)

@@ -67,7 +67,6 @@ PARTS: Final = (
         (
             "bench.never_slower",
             *("--widen", "700", "--runs", "3", "--prompts", "2", "--max-tokens", "64"),
-            *("--leave-out", "tree_with_lookup"),
         ),
         ("--widen", "1450", "--runs", "25", "--prompts", "8"),
     ),

@@ -18,7 +18,7 @@ from bench.verifier import VERIFIER_OPTIONS, VLLM, Verifier, verifier_of
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
-from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
+from outrider.edge.lab.laboratory import ALIKE, open_lab
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
 from outrider.export.report.simulation.world import Form
@@ -26,10 +26,6 @@ from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
-
-NO_LOOKUP = "--no-lookup"
-"""The simulation knows no prompt lookup, so the verifier that is compared with it makes no guesses of its own."""
-
 
 BUNDLE_OPTIONS: Final[Options] = {
     "--target": option(type=Path, help="another target bundle; it runs where it was exported for"),
@@ -66,45 +62,43 @@ def pair_of(options: argparse.Namespace, verifier: Verifier | None = None) -> Pa
 
 
 @contextmanager
-def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool = True) -> Iterator[Subject]:
-    """The pair that the options name. beside: also in one process; lookup: also behind a verifier that looks up."""
+def open_pair(options: argparse.Namespace, *, beside: bool = True) -> Iterator[Subject]:
+    """The pair that the options name. beside: also in one process."""
     if options.engine == VLLM and (beside or options.emulate):
         raise ConfigError("vLLM's target runs on no runtime of ours; use --leave-out beside, and no --emulate")
-    with _emulated(options, beside, lookup) if options.emulate else _real(options, beside, lookup) as subject:
+    with _emulated(options, beside) if options.emulate else _real(options, beside) as subject:
         yield subject
 
 
 @contextmanager
-def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
+def _emulated(options: argparse.Namespace, beside: bool) -> Iterator[Subject]:
     step_ms, extra_ms, draft_ms = options.emulate
     emulation = Emulation(step_ms, extra_ms, draft_ms, options.nodes_per_call, options.node_extra, options.temperature)
     cores, form = plan_cores(), ["--form", str(options.form)]
     with ExitStack() as stack:
         url = stack.enter_context(emulated_cloud(emulation, cores.cloud, form))
-        lookup_url = (
-            stack.enter_context(emulated_cloud(emulation, cores.cloud, [*form, "--lookup"])) if lookup else None
-        )
         turns = stack.enter_context(open_beside(EmulatedPair(emulation), cores.cloud)) if beside else None
         stack.enter_context(running_on(cores.agent))
-        yield Subject(url, cores, ModelDrafter(emulated_draft(emulation)), VOCAB_SIZE, turns, lookup_url)
+        yield Subject(url, cores, ModelDrafter(emulated_draft(emulation)), VOCAB_SIZE, turns)
 
 
 @contextmanager
-def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
+def _real(options: argparse.Namespace, beside: bool) -> Iterator[Subject]:
     verifier = verifier_of(options)
     pair = pair_of(options, verifier)
-    cores, cloud_options = plan_cores(options.cores), [*ALIKE, *verifier.options, "--tree", str(options.form)]
+    cores = plan_cores(options.cores)
+    # The simulation knows no prompt lookup, so the verifier that is compared with it makes no guesses of its own.
+    cloud_options = [*ALIKE, "--no-lookup", *verifier.options, "--tree", str(options.form)]
     if options.cores == 0:
         cloud_options += ["--threads", str(os.cpu_count())]
     with ExitStack() as stack:
         opener = RealPair(pair.target, pair.draft, is_batch_invariant=options.form != Form.TREE)
         turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
-        other = cloud_process(pair.target, cores.cloud, cloud_options, verifier.python)
-        lookup_url = stack.enter_context(other) if lookup else None
-        alone = (*cloud_options, NO_LOOKUP)
-        lab = stack.enter_context(open_lab(pair.target, pair.draft, AS_BUNDLED, alone, verifier.python, options.cores))
+        lab = stack.enter_context(
+            open_lab(pair.target, pair.draft, AS_BUNDLED, cloud_options, verifier.python, options.cores)
+        )
         num_ids = lab.target.manifest.architecture.vocab_size
-        yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns, lookup_url)
+        yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns)
 
 
 def make_requests(options: argparse.Namespace, count: int | None = None) -> list[GenerationRequest]:

@@ -154,8 +154,7 @@ def free_port() -> int:
 class Program:
     """A command that announces its URL, in a process group of its own. A port that it once had is its own for good.
 
-    log: where its standard error goes; a new start appends. python: the interpreter. directory: where it runs.
-    start_s: for a start.
+    log: where its standard error goes; a new start appends. python: the interpreter. start_s: for a start.
     """
 
     def __init__(
@@ -166,11 +165,10 @@ class Program:
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
         *,
-        directory: Path | None = None,
         start_s: float = _START_S,
     ) -> None:
         self._arguments = [python, *arguments]
-        self._cores, self._directory, self._limit_s = cores, directory, start_s
+        self._cores, self._limit_s = cores, start_s
         self._environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(environment or {})}
         self._running: subprocess.Popen[str] | None = None
         self.log = log
@@ -193,7 +191,6 @@ class Program:
             self._running = start_group(
                 [*self._arguments, *(("--port", str(self.port)) if self.url else ())],
                 self._cores,
-                cwd=self._directory,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

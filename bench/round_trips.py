@@ -36,9 +36,8 @@ _R = TypeVar("_R")
 PATH: Final = "path"
 TREE: Final = "tree"
 WRONG: Final = "tree_always_wrong"
-LOOKUP: Final = "tree_with_lookup"
 BESIDE: Final = "beside"
-OPTIONAL: Final = (STOP_AND_WAIT, LOOKUP, BESIDE)
+OPTIONAL: Final = (STOP_AND_WAIT, BESIDE)
 """What a measurement may leave out."""
 
 WRONG_WIDTH: Final = 4
@@ -49,17 +48,13 @@ FLOORS: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.55)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The measured pair: a verifier, the draft, and where they run.
-
-    beside: both in one process. lookup_url: the same target behind a verifier that guesses by prompt lookup, too.
-    """
+    """The measured pair: a verifier, the draft, and where they run. beside: both in one process."""
 
     url: str
     cores: CorePlan
     drafter: Drafter
     vocab_size: int
     beside: Beside | None = None
-    lookup_url: str | None = None
 
 
 @dataclass(slots=True)
@@ -246,9 +241,6 @@ async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, lef
         TREE: stream_agent(endpoints, subject.drafter),
         WRONG: stream_agent(endpoints, wrong, AgentOptions(tree=TreeLimits(width=WRONG_WIDTH))),
     }
-    if subject.lookup_url is not None:
-        others = await stack.enter_async_context(connected(subject.lookup_url, subject.cores, rtt_ms))
-        streams[LOOKUP] = stream_agent(others, subject.drafter.with_lookup())  # as `outrider run` drafts
     modes |= {name: agent for name, (agent, _) in streams.items()}
     modes = {name: agent for name, agent in modes.items() if name not in left_out}
     estimates = {name: found for name, (_, found) in streams.items()}
@@ -303,10 +295,9 @@ async def run_once(
     """One run at one round trip; returns cloud-only's texts."""
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
     for name, request in in_turn(list(place.modes), requests, index):
-        url = subject.lookup_url if name == LOOKUP and subject.lookup_url else subject.url
-        before = read_times(url)
+        before = read_times(subject.url)
         texts[name].append(await place.modes[name].generate(request))
-        place.cells[name].times += read_times(url) - before
+        place.cells[name].times += read_times(subject.url) - before
     for name, found in texts.items():
         cell = place.cells[name]
         cell.texts += found

@@ -272,7 +272,7 @@ def turns(found: capacity.Found, numbers: Sequence[int], gamma: int, draft_s: fl
 def compare_devices(emulate: Sequence[float], rtts_ms: Sequence[float], num_runs: int) -> list[Pair]:
     """Runs tree and cloud-only of `bench.never_slower` with these times of step, further token and draft in ms."""
     options = parser(None, pairs.PAIR_OPTIONS).parse_args(["--emulate", *map(str, emulate)])
-    with pairs.open_pair(options, lookup=False) as subject:
+    with pairs.open_pair(options) as subject:
         requests = pairs.make_requests(options)
         found = asyncio.run(round_trips.measure(subject, rtts_ms, requests, num_runs, left_out=round_trips.OPTIONAL))
     assert found.ranks is not None, "ranks of a draft that is also beside the target"

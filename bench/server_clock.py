@@ -10,12 +10,8 @@ from bench.processes import metrics_of
 _SAMPLES: Final = {
     "model_seconds": "engine_model_seconds_total",
     "overhead_seconds": "engine_overhead_seconds_total",
-    "waited_seconds": "draft_wait_seconds_sum",
     "steps": "engine_steps_total",
-    "passes": "target_passes_total",
-    "committed": "generation_tokens_total",
     "proposed": "spec_decode_num_draft_tokens_total",
-    "accepted": "spec_decode_num_accepted_tokens_total",
     "preempted": "num_preemptions_total",
     "prefix_hit_tokens": "prefix_cache_hits_total",
     "tree_steps": "engine_tree_steps_total",
@@ -25,18 +21,12 @@ _SAMPLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """Counters of the engine: seconds in the model, in the rest of its steps, waited for drafts; steps, passes that
-    committed, tokens committed, drafted tokens verified and accepted.
-    """
+    """Counters of the engine: seconds in the model, in the rest of its steps; steps, drafted tokens verified."""
 
     model_seconds: float = 0.0
     overhead_seconds: float = 0.0
-    waited_seconds: float = 0.0
     steps: float = 0.0
-    passes: float = 0.0
-    committed: float = 0.0
     proposed: float = 0.0
-    accepted: float = 0.0
 
     def __add__(self, other: ServerTimes) -> ServerTimes:
         return ServerTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

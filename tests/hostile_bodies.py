@@ -71,7 +71,7 @@ BROKEN_TREES: tuple[tuple[bytes, str], ...] = (
     (b"\x00\x00" + b"\x00\x05" * (1 << 19), "nodes"),
     (b"\xff" * 4096, "more than 31 bits"),
 )
-"""Draft messages that are no tree, and what their refusal says. Row 19 of `bench.abuse` measures their memory."""
+"""Draft messages that are no tree, and what their refusal says. Row 10 of `bench.abuse` floods a server with them."""
 
 COMPLETIONS, CHAT, VERIFY, SESSIONS = "/v1/completions", "/v1/chat/completions", "/v1/verify", "/v1/sessions"
 DRAFTS, RENDER = "/v1/sessions/{session}/drafts", "/v1/render"

@@ -17,7 +17,7 @@ from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.exchange import NotMeasured, wait_for
 from bench.attacks.local import ATTACKER, CHAT, GENERATE, VERIFY, endpoint_and_idle, honest_texts
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, Beside, beside
-from bench.attacks.subject import COMPLETIONS, VLLM, Row, Server, Subject
+from bench.attacks.subject import COMPLETIONS, Row, Server, Subject
 from bench.changed_bundle import change_bundle
 from tests.hostile_bodies import HOSTILE_BODIES
 
@@ -174,7 +174,7 @@ def wrong_elements(subject: Subject) -> Iterator[Row]:
     """Keeps four bodies in flight, for each kind; asks the server, and an idle one beside it, for their health."""
     # A small KV cache, which is in use to its last block before the attack: pages that a text touches for the first
     # time are no attack's.
-    small = () if subject.engine == VLLM else ("--kv-cache-mb", "32")
+    small = () if subject.verifier.is_vllm else ("--kv-cache-mb", "32")
     found = Found()
     with tempfile.TemporaryDirectory() as place:
         target = Path(place, "target")

@@ -1,5 +1,5 @@
-"""Attacks on a server and on the local endpoint by connections: trickled and pipelined requests, answers left unread,
-floods of requests that cost little each, large answers and downloads. That each is bounded or refused is said by tests.
+"""Attacks on a server by connections: trickled and pipelined requests, answers left unread, floods of requests that are
+cheap each (also on the local endpoint), large answers and downloads. That each is bounded or refused is said by tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch, hold, pipeline, trickle
 from bench.attacks.exchange import NotMeasured
-from bench.attacks.local import GENERATE, WELL, endpoint_and_idle, text_body
+from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside, health_of
 from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, prompt_of, seconds
 from bench.changed_bundle import change_bundle
@@ -40,32 +40,30 @@ Requests = dict[str, tuple[int, list[bytes]]]
 def trickled_requests(subject: Subject) -> Iterator[Row]:
     """Opens 1,500 connections that send a header line every two seconds, then 100 whose bodies trickle likewise."""
     _require_open_files(NUM_TRICKLES + 500)
-    with subject.serve(keys=KEYS) as server:
-        yield from _trickles("8", server)
-
-
-def _trickles(number: str, server: Server) -> Iterator[Row]:
     header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    body = server.request("POST", COMPLETIONS, b" " * 1000, ATTACKER)[:-1000]
-    with (
-        attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
-        health_of(server, reconnects=True, timeout_s=5.0) as health,
-        attacking(trickle, server.port, [header] * NUM_TRICKLES, b"X-A: a\r\n", 2.0) as headers,
-    ):
-        (headers_s, headers_left), (bodies_s, bodies_left) = _until_closed(headers), _until_closed(bodies)
+    with subject.serve(keys=KEYS) as server:
+        body = server.request("POST", COMPLETIONS, b" " * 1000, ATTACKER)[:-1000]
+        with (
+            attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
+            health_of(server, reconnects=True, timeout_s=5.0) as health,
+            attacking(trickle, server.port, [header] * NUM_TRICKLES, b"X-A: a\r\n", 2.0) as headers,
+        ):
+            (headers_s, headers_left), (bodies_s, bodies_left) = _until_closed(headers), _until_closed(bodies)
     yield Row(
-        number,
+        "8",
         f"{NUM_TRICKLES} connections that trickle headers, no key",
         f"{headers_left} open after {headers_s:.0f} s; /health/live on new connections: {health}",
         "all closed or refused within 30 s (and 3 s); health always answers, p99 under 250 ms",
         not headers_left and not health.num_failures and health.high < 0.25,
         {"health_s": health.values, "failures": health.num_failures},
     )
-    what, limit = (
+    yield Row(
+        "8",
         f"{NUM_BODIES} connections with a key that trickle bodies",
+        f"{bodies_left} open after {bodies_s:.0f} s",
         "all closed or refused within 30 s (and 3 s)",
+        not bodies_left,
     )
-    yield Row(number, what, f"{bodies_left} open after {bodies_s:.0f} s", limit, not bodies_left)
 
 
 def _require_open_files(count: int) -> None:
@@ -92,35 +90,12 @@ def unread_answers(subject: Subject) -> Iterator[Row]:
             "pipelined POSTs on one connection, no key": (1, [server.request("POST", "/v1/sessions", b"{}")]),
             "64 connections that never read their answers": (64, [server.request("GET", "/openapi.json")]),
         }
-        yield from _pipelines("9", server, idle, requests)
-
-
-def local_connections(subject: Subject) -> Iterator[Row]:
-    """Trickles headers and bodies, pipelines answers that need no key, and leaves streams unread."""
-    _require_open_files(NUM_TRICKLES + 500)
-    with endpoint_and_idle(subject) as (endpoint, idle):
-        yield from _trickles("26", endpoint)
-        script = [endpoint.request("GET", "/page/page.js")]
-        requests: Requests = {
-            "pipelined GETs of the page's script on one connection, no key": (1, script),
-            "64 connections that never read the page's script, no key": (64, script),
-        }
-        yield from _pipelines("26", endpoint, idle, requests)
-        endpoint.wait_until_awake()
-        request = endpoint.request("POST", GENERATE, text_body(1, 1500), ATTACKER)
-        with beside(endpoint, idle) as seen, attacking(hold, endpoint.port, request, 64):
-            time.sleep(ATTACK_S)
-    yield Row("26", "64 unread streams of the page", str(seen), WELL, seen.is_well, seen.raw)
-
-
-def _pipelines(number: str, server: Server, idle: Server, requests: Requests) -> Iterator[Row]:
-    """Pipelines each for ten seconds, without reading the answers."""
-    for what, (num_connections, (request,)) in requests.items():
-        server.wait_until_awake()
-        with beside(server, idle) as seen, attacking(pipeline, server.port, request * 500, num_connections, False):
-            time.sleep(ATTACK_S)
-        limit = "+64 MB; p99 under 50 ms more than the idle server's"
-        yield Row(number, what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady, seen.raw)
+        for what, (num_connections, (request,)) in requests.items():
+            server.wait_until_awake()
+            with beside(server, idle) as seen, attacking(pipeline, server.port, request * 500, num_connections, False):
+                time.sleep(ATTACK_S)
+            limit = "+64 MB; p99 under 50 ms more than the idle server's"
+            yield Row("9", what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady)
 
 
 def floods(subject: Subject) -> Iterator[Row]:
@@ -207,7 +182,6 @@ def large_answers(subject: Subject) -> Iterator[Row]:
                 f"s; {seen}",
                 f"complete; p99 and max under 50 ms more than the idle server's; +{MAX_GROWTH_MB:g} MB",
                 is_whole and is_quick and seen.is_small,
-                seen.raw,
             )
 
 
@@ -245,5 +219,4 @@ def downloads(subject: Subject) -> Iterator[Row]:
                 f"{seconds(other.took_s) if is_whole else f'HTTP {other.status}'}; {seen}",
                 f"whole within {ATTACK_S:g} s; p99 under 50 ms more than the idle server's; +64 MB",
                 is_whole and seen.is_small and seen.is_steady,
-                {"took_s": other.took_s, "status": other.status, **seen.raw},
             )

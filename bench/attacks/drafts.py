@@ -15,14 +15,13 @@ from typing import Any, Final
 import psutil
 from bench.attacks.attackers import attacking, for_ever, pipeline
 from bench.attacks.exchange import HOST, NotMeasured, connect, next_bytes, request_bytes
-from bench.attacks.probes import MAX_GROWTH_MB, Beside, beside, memory_of
+from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
 from bench.attacks.subject import Row, Server, Subject, prompt_of, rates_of, slowed
 from tests.hostile_bodies import BROKEN_TREES
 
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
 from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TREE_MEDIA_TYPE, TreeDraft
 
-ATTACK_S: Final = 8.0
 MAX_MESSAGE_MS: Final = 10.0
 WARM_UP_MESSAGES: Final = 10
 NUM_MESSAGES: Final = 60
@@ -31,59 +30,45 @@ MESSAGES_PER_S: Final = 10.0
 LONG: Final[dict[str, Any]] = {"max_tokens": 1900, "ignore_eos": True, "patience_ms": 0}
 
 
-def draft_flood(subject: Subject) -> Iterator[Row]:
-    """Floods one session with drafts over four connections, in turn with not flooding; four others run meanwhile."""
+def draft_floods(subject: Subject) -> Iterator[Row]:
+    """Floods one session with drafts over four connections: with the most that a message may have, with the largest
+    trees, whose nodes have parents that were never sent, and with bodies that no encoder writes. That each is refused
+    is said by tests.
+    """
     largest = {"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]}
-    with subject.emulated(step_ms=10.0) as server:
-
-        @contextmanager
-        def flooded(is_flooded: bool) -> Iterator[None]:
-            with server.crowd([{"prompt": prompt_of(9), **LONG, "max_tokens": 1500}]) as crowd:
-                block = server.request("POST", f"/v1/sessions/{crowd.running().session}/drafts", largest) * 8
-                with attacking(pipeline, server.port, block, 4, True) if is_flooded else nullcontext():
-                    yield
-
-        yield slowed("10", "a flood of drafts to one session, step of 10 ms", rates_of(server, flooded))
-
-
-def orphan_flood(subject: Subject) -> Iterator[Row]:
-    """Floods one session with the largest messages, whose nodes have parents that were never sent."""
     # Parents a million numbers back: no message has them.
     size, back = MAX_MESSAGE_NODES, 1_000_000
     firsts = range(2 * back, 2 * back + 8 * size, size)
-    seen = _flooded(
-        subject, [tree(0, first, range(1, 1 + size), range(first - back, first - back + size)) for first in firsts]
+    orphans = [tree(0, first, range(1, 1 + size), range(first - back, first - back + size)) for first in firsts]
+    malformed = sorted((body for body, _ in BROKEN_TREES), key=len)
+    with subject.emulated(step_ms=10.0) as server, subject.serve() as idle:
+        yield _flooded(server, idle, "drafts", [json.dumps(largest).encode()] * 8)
+        yield _flooded(server, idle, "nodes without parents", orphans, content_type=TREE_MEDIA_TYPE)
+        yield _flooded(server, idle, f"{len(malformed)} malformed trees", malformed, content_type=TREE_MEDIA_TYPE)
+
+
+def _flooded(server: Server, idle: Server, what: str, bodies: Sequence[bytes], **options: str) -> Row:
+    """What four others and the server's health notice of the bodies, in turn with none."""
+
+    @contextmanager
+    def flooded(is_flooded: bool) -> Iterator[None]:
+        with server.crowd([{"prompt": prompt_of(9), **LONG}]) as crowd:
+            path = f"/v1/sessions/{crowd.running().session}/drafts"
+            block = b"".join(server.request("POST", path, body, **options) for body in bodies)
+            with attacking(pipeline, server.port, block, 4, True) if is_flooded else nullcontext():
+                yield
+
+    server.wait_until_awake()
+    with beside(server, idle) as seen:
+        rates = rates_of(server, flooded)
+    return slowed(
+        "10",
+        f"a flood of {what} to one session, step of 10 ms",
+        rates,
+        f"; {seen}",
+        limit=f"; p99 under 50 ms, max under 50 ms more than the idle server's; +{MAX_GROWTH_MB:.0f} MB",
+        is_kept=seen.is_prompt and seen.is_small,
     )
-    what = f"a flood of nodes without parents to one session, {ATTACK_S:g} s"
-    limit = "p99 under 50 ms; max under 50 ms more than the idle server's"
-    yield Row("17", f"{what}: GET /health/live", f"{seen}", limit, seen.is_prompt, seen.raw)
-    yield _memory_row("17", what, seen)
-
-
-def malformed_trees(subject: Subject) -> Iterator[Row]:
-    """The same with bodies that no encoder writes. That each is refused is said by tests."""
-    seen = _flooded(subject, sorted((body for body, _ in BROKEN_TREES), key=len))
-    yield _memory_row("19", f"a flood of malformed trees, {len(BROKEN_TREES)} kinds, {ATTACK_S:g} s", seen)
-
-
-def _flooded(subject: Subject, bodies: Sequence[bytes]) -> Beside:
-    with (
-        subject.emulated(step_ms=10.0) as server,
-        subject.serve() as idle,
-        server.crowd([{"prompt": prompt_of(1), **LONG}]) as crowd,
-    ):
-        path = f"/v1/sessions/{crowd.running().session}/drafts"
-        _post(server, path, tree(0, 0, [1], [ROOT]))
-        server.wait_until_awake()
-        block = b"".join(server.request("POST", path, body, content_type=TREE_MEDIA_TYPE) for body in bodies)
-        with beside(server, idle) as seen, attacking(pipeline, server.port, block, 4, True):
-            time.sleep(ATTACK_S)
-    return seen
-
-
-def _memory_row(number: str, what: str, seen: Beside) -> Row:
-    limit = f"+{MAX_GROWTH_MB:.0f} MB"
-    return Row(number, f"{what}: memory", f"+{seen.memory.growth_mb:.0f} MB", limit, seen.is_small, seen.raw)
 
 
 def large_trees(subject: Subject) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from bench.attacks.bounds import Case, Field, Requests
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.noticed import ATTACKER, CAP_S, NUM_TEXTS, Place, Seen, watched
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S
-from bench.attacks.subject import KEYS, VLLM, Row, Server, Subject, percentile, prompt_of
+from bench.attacks.subject import KEYS, Row, Server, Subject, percentile, prompt_of
 from bench.changed_bundle import change_bundle
 
 MAX_FIRST: Final = 2.0
@@ -75,7 +75,7 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
     from bench.attacks.described import verifier_document
 
     # Of a small cache the other key's texts need less than half: beyond it they would give way, as they should.
-    small = () if subject.engine == VLLM else ("--kv-cache-mb", "64")
+    small = () if subject.verifier.is_vllm else ("--kv-cache-mb", "64")
     with tempfile.TemporaryDirectory() as place:
         target = _with_template(subject.bundles[0], place)
         shutil.copytree(subject.bundles[1], Path(place, "drafts", "draft"))
@@ -239,8 +239,8 @@ def _judged(
         {
             "statuses": dict(statuses),
             "offences": [{"group": name, "case": str(case), "what": words} for name, case, words in offences],
-            "plain": plain.raw,
-            "seen": {name: one.raw for name, one in seen.items()},
+            "plain": str(plain),
+            "seen": {name: str(one) for name, one in seen.items()},
         },
     )
     name, one = max(seen.items(), key=lambda item: item[1].memory.peak_mb)

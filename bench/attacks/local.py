@@ -1,4 +1,4 @@
-"""Attacks the local endpoint by texts: all that one client can open, unread, and with a long artificial round trip.
+"""Attacks the local endpoint by texts: all that one client can open, unread, half with a long artificial round trip.
 
 Runs the endpoint over an emulated verifier, and honest texts of another client beside an attack.
 """
@@ -78,7 +78,10 @@ def honest_texts(endpoint: Server) -> Iterator[Crowd]:
 
 
 def greedy_texts(subject: Subject) -> Iterator[Row]:
-    """One key asks for long texts on 64 connections and reads none; another key's texts run, and new ones begin."""
+    """One key asks for long texts on 64 connections and reads none; another key's texts run, and new ones begin.
+
+    Half of them are the page's, with a round trip of 500 ms: what watches a text and delays it is unread, too.
+    """
     with endpoint_and_idle(subject, extra_ms=0.05) as (endpoint, idle):
         # The draft's caches for texts of this length are there before: what they take is bounded by --draft-context.
         body = {**_LONG, "stream": False, "max_tokens": 100}
@@ -86,24 +89,25 @@ def greedy_texts(subject: Subject) -> Iterator[Row]:
             answers = list(pool.map(lambda _: endpoint.ask("POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
         if any(answer.status != 200 for answer in answers):
             raise NotMeasured(f"the endpoint refused long texts: {answers[0].body[-200:]!r}")
-        request = endpoint.request("POST", COMPLETIONS, _LONG, ATTACKER)
+        delayed = text_body(1, 1500, round_trip_ms=_DELAY_MS)
+        requests = [
+            endpoint.request("POST", path, body, ATTACKER) for path, body in ((COMPLETIONS, _LONG), (GENERATE, delayed))
+        ]
+
+        @contextmanager
+        def held() -> Iterator[None]:
+            with ExitStack() as stack:
+                for request in requests:
+                    stack.enter_context(attacking(hold, endpoint.port, request, 32))
+                yield
+
         what = f"`outrider serve --max-own {MAX_OWN}`: one key's long texts on 64 connections, never read"
         with beside(endpoint, idle) as seen:
-            yield _beside("25", what, endpoint, lambda: attacking(hold, endpoint.port, request, 64))
-    yield Row("25", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)
+            yield _beside(what, endpoint, held)
+    yield Row("25", "the same: /health/live, memory", str(seen), WELL, seen.is_well)
 
 
-def delayed_texts(subject: Subject) -> Iterator[Row]:
-    """One key fills its places with texts of a round trip of 500 ms, and reads them; another key's texts run. That what
-    is measured of such a text counts for no other is said by tests.
-    """
-    more: dict[str, Any] = {"keeps": True, "round_trip_ms": _DELAY_MS}
-    with endpoint_and_idle(subject) as (endpoint, _):
-        what = f"one key's {MAX_OWN} texts with `round_trip_ms` {_DELAY_MS:g}"
-        yield _beside("28", what, endpoint, lambda: texts_of(endpoint, ATTACKER, MAX_OWN, 4096 // 4, **more))
-
-
-def _beside(number: str, what: str, endpoint: Server, attack: Callable[[], AbstractContextManager[Any]]) -> Row:
+def _beside(what: str, endpoint: Server, attack: Callable[[], AbstractContextManager[Any]]) -> Row:
     """Another key's tokens/s, and its first tokens, in turn without the attack and beside it."""
     rates: dict[bool, list[float]] = {False: [], True: []}
     took: dict[bool, list[float | None]] = {False: [], True: []}
@@ -122,7 +126,7 @@ def _beside(number: str, what: str, endpoint: Server, attack: Callable[[], Abstr
     alone_s, during_s = middle(took[False], CAP_S), middle(took[True], CAP_S)
     limit_s = 10.0 * STEP_MS / 1e3 + alone_s
     return Row(
-        number,
+        "25",
         f"{what}: another key's first token and tokens/s",
         f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
         f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",

@@ -105,19 +105,6 @@ class Seen:
         memory = f"{self.memory.before_mb:.0f} to {self.memory.peak_mb:.0f} MB"
         return f"health {self.health}, idle {self.idle}, {gaps}, first {self.first_s * 1e3:.0f} ms, {memory}"
 
-    @property
-    def raw(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "num_sent": len(self.sent),
-            "p99_ms": self.health.high * 1e3,
-            "max_ms": self.health.worst * 1e3,
-            "idle_max_ms": self.idle.worst * 1e3,
-            "gap_max_ms": self.longest_gap_s * 1e3,
-            "first_token_ms": self.first_s * 1e3,
-            "peak_mb": self.memory.peak_mb,
-        }
-
 
 def watched(place: Place, cases: list[Case], key: str | None, timeout_s: float, limit_s: float) -> Seen:
     """Sends the cases, four at a time, for at most `limit_s`, and looks what others notice."""

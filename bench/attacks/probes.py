@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
-from typing import Any, Final
+from typing import Final
 
 from bench.attacks.exchange import connect, read_answer, request_bytes
 from bench.attacks.subject import Server, percentile
@@ -208,16 +208,6 @@ class Beside:
     def is_well(self) -> bool:
         """Whether all stays within the limits of a local endpoint."""
         return self.is_small and self.is_steady and self.health.worst < 2 * MAX_HEALTH_S + self.idle.worst
-
-    @property
-    def raw(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "health_s": self.health.values,
-            "idle_s": self.idle.values,
-            "before_mb": self.memory.before_mb,
-            "growth_mb": self.memory.growth_mb,
-        }
 
     def __str__(self) -> str:
         growth = f"+{self.memory.growth_mb:.0f} MB"

@@ -1,11 +1,9 @@
-"""What an attack takes and gives: the version under attack, with its servers and agents, and rows."""
+"""What an attack takes and gives: servers and agents, and rows."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,29 +13,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 from bench.attacks.crowd import Crowd
 from bench.attacks.exchange import HOST, Answer, NotMeasured, is_reached_in, request_bytes, values_of, wait_for
 from bench.processes import ANY_PORT, Program, started
 
-EMBEDDED: Final = "embedded"
-VLLM: Final = "vllm"
+if TYPE_CHECKING:
+    from bench.verifier import Verifier  # attackers' processes import this module, and not the whole product
 
 KEYS: Final = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
 COMPLETIONS: Final = "/v1/completions"
-_EXPORT: Final = (
-    "from outrider.export.make.reference_pair import export_reference_pair\n"
-    "pair = export_reference_pair()\nprint(pair.target)\nprint(pair.draft)"
-)
-_EXPORT_FOR_VLLM: Final = (
-    "from bench.verifier import VLLM, Verifier\npair = Verifier(VLLM).pair(None)\nprint(pair.target)\nprint(pair.draft)"
-)
-_VLLM_OPTIONS: Final = ("--engine", "vllm", "--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true")
 _LEAST_STEP_MS: Final = 100.0
 """Of vLLM's: it computes, and a step of 32 sequences or 256 tokens has to take no longer than one of a few."""
-_TREE: Final = "from pathlib import Path\nimport outrider.cloud\nprint(Path(outrider.cloud.__file__).parents[3])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,56 +209,37 @@ def slowed(
 
 @dataclass(frozen=True)
 class Subject:
-    """The version under attack. python: its interpreter; with vLLM, which has an environment of its own, only its
-    servers run by it. engine: of the servers. options: of every server. start_s: for a server to start.
+    """What is under attack. verifier: runs its servers; agents run by this process's interpreter. options: of every
+    server. start_s: for a server to start.
     """
 
-    python: str
-    engine: str = EMBEDDED
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ) | {"NO_COLOR": "1"})
+    verifier: Verifier
     options: tuple[str, ...] = ()
     start_s: float = 120.0
 
     @cached_property
-    def tree(self) -> Path:
-        """The checkout that the interpreter imports."""
-        return Path(self._output("-c", _TREE).splitlines()[-1])
-
-    @cached_property
     def bundles(self) -> tuple[Path, Path]:
-        """The reference target and draft, not widened, exported by the version itself."""
-        export = _EXPORT_FOR_VLLM if self.engine == VLLM else _EXPORT
-        target, draft = self._output("-c", export, python=self.own_python).splitlines()[-2:]
-        return Path(target), Path(draft)
-
-    @property
-    def own_python(self) -> str:
-        """What exports and runs agents: vLLM's environment has neither."""
-        return sys.executable if self.engine == VLLM else self.python
-
-    @property
-    def _engine_options(self) -> tuple[str, ...]:
-        return _VLLM_OPTIONS if self.engine == VLLM else ()
+        """The reference target and draft, not widened."""
+        pair = self.verifier.pair(None)
+        return pair.target, pair.draft
 
     def serve(
         self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None
     ) -> AbstractContextManager[Server]:
         """Runs `outrider-cloud serve` on the reference target."""
         arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), *ANY_PORT]
-        arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *self.options, *options]
+        arguments += ["--threads", "1", "--drain-s", "0", *self.verifier.options, *self.options, *options]
         return self._running(arguments, keys)
 
     def emulated(self, step_ms: float, extra_ms: float = 0.0) -> AbstractContextManager[Server]:
-        """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`, and
-        extra_ms more for each token after the first. With vLLM, `bench.paced_vllm` over the reference target: its steps
-        take as long at least, and never less than `_LEAST_STEP_MS`.
+        """Runs `bench.emulated`: the real server over a model whose every step takes `step_ms`, and extra_ms more for
+        each token after the first. With vLLM, `bench.paced_vllm` over the reference target: its steps take as long at
+        least, and never less than `_LEAST_STEP_MS`.
         """
-        if self.engine == VLLM:
+        if self.verifier.is_vllm:
             step = str(max(step_ms, _LEAST_STEP_MS))
             paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", step, "--extra-ms", str(extra_ms)]
-            return self._running([*paced, *ANY_PORT, "--threads", "1", "--drain-s", "0", *self._engine_options])
-        if not (self.tree / "bench" / "emulated.py").is_file():
-            raise NotMeasured(f"{self.tree} has no bench/emulated.py, which a step of a given time needs")
+            return self._running([*paced, *ANY_PORT, "--threads", "1", "--drain-s", "0", *self.verifier.options])
         return self._running(["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)])
 
     def endpoint(
@@ -277,30 +247,16 @@ class Subject:
     ) -> AbstractContextManager[Server]:
         """Runs `outrider serve` on a draft, by default the reference draft, for the verifier at the URL `cloud`."""
         arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud, "--draft", str(draft or self.bundles[1])]
-        return self._running([*arguments, *ANY_PORT, "--threads", "1", *options], keys, self.own_python)
-
-    def agent(self, *arguments: str) -> list[str]:
-        """The command line of `outrider run` on the reference draft."""
-        return [self.own_python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
+        return self._running([*arguments, *ANY_PORT, "--threads", "1", *options], keys, sys.executable)
 
     @contextmanager
-    def _running(
-        self, arguments: Sequence[str], keys: Sequence[str] = (), python: str | None = None
-    ) -> Iterator[Server]:
+    def _running(self, arguments: Sequence[str], keys: Sequence[str] = (), python: str = "") -> Iterator[Server]:
         with tempfile.TemporaryDirectory() as place:
             if keys:
                 file = Path(place, "keys")
                 file.write_text("\n".join(keys) + "\n", encoding="utf-8")
                 file.chmod(0o600)
                 arguments = [*arguments, "--api-key-file", str(file)]
-            log, python = Path(place, "log"), python or self.python
-            server = Server(arguments, log, None, self.environment, python, directory=self.tree, start_s=self.start_s)
-            with started(server):
+            log, python = Path(place, "log"), python or self.verifier.python
+            with started(Server(arguments, log, python=python, start_s=self.start_s)) as server:
                 yield server
-
-    def _output(self, *arguments: str, python: str | None = None) -> str:
-        command = [python or self.python, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment | {"COLUMNS": "200"})
-        if done.returncode:
-            raise NotMeasured(f"`{command[0]} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
-        return done.stdout

@@ -1,6 +1,6 @@
-"""Attacks by what requests may ask for: long prompts and large calls, every rule at its bound, the largest drafts with
-probabilities, many choices with logprobs of each token; and a cascade whose target stops. That places, queues and
-priorities are shared, and what is kept of a key is its own, is said by tests of the engine.
+"""Attacks by what requests may ask for: large calls, every rule at its bound, the largest drafts with probabilities,
+many choices with logprobs of each token; and a cascade whose target stops. That places, queues, priorities and the time
+of steps are shared, and what is kept of a key is its own, is said by tests of the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, Final
 
@@ -20,12 +20,10 @@ from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_
 from bench.attacks.subject import (
     COMPLETIONS,
     KEYS,
-    VLLM,
     Row,
     Server,
     Subject,
     middle,
-    percentile,
     prompt_of,
     rates_of,
     seconds,
@@ -59,46 +57,6 @@ WORST_RULES: Final[dict[str, Any]] = {
     "xtc_threshold": 0.01,
 }
 """Every rule at its bound; all bad words share their first 31 tokens, so that all are compared."""
-
-
-def long_prompts(subject: Subject) -> Iterator[Row]:
-    """Sends fresh prompts of 1,000 tokens, four at a time, for one token each; another owner's text runs meanwhile.
-
-    Emulated, each token of a step after the first takes 0.5 ms: prompts that fill steps of 256 make them last 133 ms.
-    """
-    with subject.emulated(6.0, 0.5) as server:
-        yield _beside_prompts(server, "emulated steps of 6 ms and 0.5 ms a token")
-    with subject.serve() as server:
-        yield _beside_prompts(server, "the reference target")
-
-
-def _beside_prompts(server: Server, what: str) -> Row:
-    bodies = [{"prompt": prompt_of(50_000 + i, 1000), "max_tokens": 1} for i in range(400)]
-    prompts = [server.request("POST", COMPLETIONS, body) for body in bodies]
-    # Another prompt each time: a text that was written before is drafted from.
-    alone_s = _gaps(server, 0, 4.0, nullcontext())
-    gaps_s = _gaps(server, 1, 8.0, attacking(repeat, server.port, prompts, 4, 120.0))
-    alone, beside, worst = median(alone_s), median(gaps_s), percentile(gaps_s, 0.99)
-    limit_s = 2 * alone + 0.005
-    return Row(
-        "42",
-        f"four fresh prompts of 1,000 tokens at a time, {what}: gaps between another owner's tokens",
-        f"median {seconds(beside)}, p99 {seconds(worst)}; alone {seconds(alone)}",
-        f"median 2 steps: {seconds(limit_s)}; p99 half as much again",
-        beside <= limit_s and worst <= 1.5 * limit_s,
-        {"gaps_s": {"alone": alone_s, "beside": gaps_s}},
-    )
-
-
-def _gaps(server: Server, index: int, duration_s: float, attack: AbstractContextManager[Any]) -> list[float]:
-    """Between the tokens of a text of another owner, until it ends, at most so long."""
-    server.wait_until_idle()
-    text = {"prompt": prompt_of(index), "max_tokens": 1000, "ignore_eos": True}
-    with server.crowd([text], address=OTHER_ADDRESS) as crowd:
-        crowd.require_running(1)
-        with attack:
-            is_reached_in(duration_s, lambda: not crowd.num_running())
-        return [after - before for before, after in crowd.gaps()][20:]
 
 
 def large_verify_calls(subject: Subject) -> Iterator[Row]:
@@ -185,7 +143,7 @@ def largest_items() -> bytes:
 
 def largest_drafts(subject: Subject) -> Iterator[Row]:
     """Floods the server with the largest drafts that have probabilities, beside another's item."""
-    if subject.engine == VLLM:
+    if subject.verifier.is_vllm:
         raise NotMeasured("vLLM takes the rules coupled and greedy only")
     with subject.emulated(step_ms=10.0) as server:
         before, largest = _verified(server), largest_items()

@@ -6,7 +6,7 @@ import json
 
 from bench import never_slower
 from bench.gpu.place import Run
-from bench.round_trips import BESIDE, LOOKUP
+from bench.round_trips import BESIDE
 
 from outrider.edge.lab.laboratory import STOP_AND_WAIT
 
@@ -26,7 +26,7 @@ def measure(run: Run) -> list[str]:
         path = run.made / f"part3-{rtt_ms:g}ms.json"
         sizes = run.sizes
         counts = ["--runs", str(sizes.runs), "--prompts", str(sizes.prompts), "--max-tokens", str(sizes.tokens)]
-        leave = ["--leave-out", BESIDE, LOOKUP, STOP_AND_WAIT]
+        leave = ["--leave-out", BESIDE, STOP_AND_WAIT]
         cores = ["--cores", str(sizes.cores)]
         never_slower.main([*pair, *counts, *cores, "--rtt-ms", f"{rtt_ms:g}", "--json", str(path), *leave])
         done.append(json.loads(path.read_text(encoding="utf-8")))
