@@ -71,7 +71,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, three_modes
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.results import GenerationRequest
 from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
 
 OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED, OF_STREAM, OF_CLOUD_ONLY = 0.98, 1.0, 1.3, 0.98, 0.97

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from outrider.models.grammar.compiler import GrammarCompiler
     from outrider.models.text.tokenizer import Tokenizer
 
-# Before anything imports openvino: each conversion would fork this process to tell an analytics service.
-disable_openvino_telemetry()
+disable_openvino_telemetry()  # each conversion would fork this process, for an analytics service
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.

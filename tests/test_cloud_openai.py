@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -18,15 +17,10 @@ from tests.engine_harness import refused
 from tests.local_endpoint import chunks_of, documents_of
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.cloud.api.completions import Generation, _Sequence
-from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
-from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.http.encoding import encode_chat
 from outrider.models.http.openai import RenderRequest
-from outrider.models.http.shapes import Delta
-from outrider.models.http.sse import Inbox
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import ErrorAnswer, RenderAnswer
 
@@ -280,30 +274,6 @@ def test_without_a_template_no_chat_is_answered_and_nothing_rendered() -> None:
         assert code_of(answer) == (400, "no_chat_template") and "/v1/completions" in answer.text
         rendered = client.post("/v1/render", json={"messages": [{"role": "user", "content": "x"}]})
         assert code_of(rendered) == (400, "no_chat_template")
-
-
-async def test_an_error_that_comes_with_the_last_tokens_takes_none_away() -> None:
-    """A text that a stop string has ended is whole, however its sequence ends; of another, what came before the error
-    is there.
-    """
-    inbox: Inbox[tuple[int, Any]] = Inbox()
-    anything = MagicMock()
-    anything.bridge.mailbox.return_value = inbox
-    generation, tokens = Generation(anything, b"", 2), expected_tokens()
-    full = text_of(tokens)
-    for stop in (full[9:12], "\x00never"):
-        assembler = TextStyle((stop,)).assembler(fake_tokenizer(), fake_tokenizer().encode(PROMPT))
-        choice = _Sequence(assembler, None, 4, recalled=anything, watch=anything, sequence_id=1)
-        generation.choices.append(choice)
-    for index, reason in ((0, "error"), (1, "shutdown")):
-        inbox.add((index, CommitEvent(0, tuple(tokens), 0, 0)))
-        inbox.add((index, EndEvent(reason, SequenceUsage())))  # type: ignore[arg-type]
-    found: list[Delta] = []
-    with pytest.raises(RequestError, match="shut down"):
-        async for deltas in generation.deltas():
-            found += deltas
-    assert [(each.index, each.finish_reason) for each in found] == [(0, "stop"), (1, None)]
-    assert found[0].text == full[: full.index(full[9:12])] and full.startswith(found[1].text) and found[1].text
 
 
 def test_a_shutdown_ends_a_stream_with_an_error() -> None:

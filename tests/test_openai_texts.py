@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -15,12 +16,17 @@ from tests.serving import FakeServer, fake_tokenizer, run_session, serve_fake, t
 from tests.test_openai_fields import CHAT, MESSAGES, PARAMS, PROMPT, chunks, client, complete, refused
 
 from outrider.cloud.api import sessions
+from outrider.cloud.api.completions import Generation, _Sequence
 from outrider.cloud.api.stream import SessionText
+from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.results import GenerationRequest
+from outrider.models.errors import RequestError
 from outrider.models.http import openai_answers
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.errors import FieldError
+from outrider.models.http.shapes import Delta
+from outrider.models.http.sse import Inbox
 from outrider.models.text.predicted import PredictionFollower
 
 __all__ = ["client"]  # a fixture
@@ -262,3 +268,27 @@ def test_the_responses_api_is_refused_by_name(client: httpx.Client) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (404, "unsupported_endpoint")
     assert "/v1/chat/completions" in error["message"]
+
+
+async def test_an_error_that_comes_with_the_last_tokens_takes_none_away() -> None:
+    """A text that a stop string has ended is whole, however its sequence ends; of another, what came before the error
+    is there.
+    """
+    inbox: Inbox[tuple[int, Any]] = Inbox()
+    anything = MagicMock()
+    anything.bridge.mailbox.return_value = inbox
+    generation, tokens = Generation(anything, b"", 2), target_tokens(fake_tokenizer().encode(PROMPT), 30)
+    full = fake_tokenizer().decode(tokens)
+    for stop in (full[9:12], "\x00never"):
+        assembler = TextStyle((stop,)).assembler(fake_tokenizer(), fake_tokenizer().encode(PROMPT))
+        choice = _Sequence(assembler, None, 4, recalled=anything, watch=anything, sequence_id=1)
+        generation.choices.append(choice)
+    for index, reason in ((0, "error"), (1, "shutdown")):
+        inbox.add((index, CommitEvent(0, tuple(tokens), 0, 0)))
+        inbox.add((index, EndEvent(reason, SequenceUsage())))  # type: ignore[arg-type]
+    found: list[Delta] = []
+    with pytest.raises(RequestError, match="shut down"):
+        async for deltas in generation.deltas():
+            found += deltas
+    assert [(each.index, each.finish_reason) for each in found] == [(0, "stop"), (1, None)]
+    assert found[0].text == full[: full.index(full[9:12])] and full.startswith(found[1].text) and found[1].text
