@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from outrider.models.text.tokenizer import Tokenizer
 
 disable_openvino_telemetry()  # each conversion would fork this process, for an analytics service
-# Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test contacts a hub
 # The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
