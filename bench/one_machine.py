@@ -1,7 +1,7 @@
 """Compares ways to write with a draft: ours over HTTP, stop-and-wait as others do it, and peers' speculation.
 
-  cloud-only, stop-and-wait, stream   `outrider-cloud serve` and an agent; no prompt lookup and no recent texts on
-                                      either side
+  cloud-only, stop-and-wait, stream   `outrider-cloud serve` and an agent; stream as it is by default, which copies from
+                                      its own text, too; no lookup at the verifier, and no recent texts
   stop-and-wait, N drafted            blocks of N tokens, one request each, nothing meanwhile; where it samples, with
                                       the draft's probabilities and rejection (docs/rules.md)
   a peer, N drafted                   a kind of `bench.peer_drafts`: draft and target in one process
@@ -14,7 +14,7 @@ The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no tur
 * On two (`--cores 1 --rtt-ms 20`) the cloud has a core and the agent another, one thread each. A peer has the cloud's
   core, for draft and target; request and tokens cross the same emulated network.
 
-A peer that fails is named with its error, and with the command that shows it. No engine keeps prompts from text to
+A peer that fails is named with its error, and with the command that shows it. No target keeps prompts from text to
 text. Tokens/s are medians of the runs, from the request to the last token; the times between tokens are of all runs, 0
 where tokens come together. Time per token is `passes per token` times `ms per pass`. `accepted` is a share of drafted
 positions, of which a tree has many that cannot all be right; `draft ms` is the time of one, where the peer says it.

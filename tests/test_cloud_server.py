@@ -249,7 +249,8 @@ def test_draining_lets_running_sessions_finish() -> None:
     with serve_fake(gate=StepGate(), drain_s=30.0) as server, httpx.Client(base_url=server.url) as client:
         with open_session(client, BODY) as session:
             server.server.handle_exit(signal.SIGTERM, None)
-            server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
+            server.wait_until(lambda: server.core.is_draining)  # a session that was taken would wait for the gate
+            assert client.post("/v1/sessions", json=BODY).status_code == 503
             ready = client.get("/health/ready")
             assert (ready.status_code, ready.json()["status"]) == (503, "draining")
             assert client.post(session.drafts, json={"base": 0, "paths": [target_tokens(PROMPT, 4)]}).status_code == 204
@@ -270,7 +271,8 @@ def test_a_second_signal_ends_what_runs() -> None:
         open_session(client, BODY | {"max_tokens": 4000}) as session,
     ):
         server.server.handle_exit(signal.SIGINT, None)
-        server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
+        server.wait_until(lambda: server.core.is_draining)  # a session that was taken would wait for the gate
+        assert client.post("/v1/sessions", json=BODY).status_code == 503
         assert not server.server.should_exit
         server.server.handle_exit(signal.SIGINT, None)
         server.gate.open()
