@@ -256,6 +256,33 @@ def test_warnings_go_where_they_are_seen(
     assert warning.startswith("acceptance is 0.50") and shown["role"] == "draft"
 
 
+def test_a_strangers_manifest_commands_no_terminal(
+    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters and rich's markup in any of its free strings are shown, not obeyed."""
+    evil, harmless = "\x1b]0;\x9b[red]", r"\x1b]0;\u009b[red]"
+    free = ("name", "runtime", "target", "machine", "provider", "step_from", "load_warning", "notes")
+
+    def spoiled(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: spoiled(item, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [spoiled(item, name) for item in value]
+        return f"{name}{evil}" if name in free else value
+
+    bundle = shutil.copytree(reference_pair.draft, tmp_path / "draft")
+    document = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    document["report"]["notes"] = ["a note"]
+    document["report"]["timing"]["load_warning"] = "busy"
+    (bundle / "manifest.json").write_text(json.dumps(spoiled(document)), encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run_export(monkeypatch, "inspect", str(bundle)) == 0
+    said = capsys.readouterr()
+    assert not [part for part in (said.out, said.err) if "\x1b" in part or "\x9b" in part]
+    for name in free:
+        assert f"{name}{harmless}" in said.out, name
+
+
 def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_asked(tmp_path: Path) -> None:
     """A longer list makes a surer figure; without any, the built-in ones. The template is the target's."""
     make_tiny_tokenizer(tmp_path)
