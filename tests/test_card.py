@@ -304,7 +304,7 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
 
 
 def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_path: Path) -> None:
-    """Unless forced; then the warning is in the report."""
+    """Unless forced; then the warning is in the report. So is the number of prompts that no sequence holds."""
     out = tmp_path / "out"
     export = functools.partial(
         export_pair,
@@ -319,8 +319,9 @@ def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_pat
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
         export()
     assert not out.exists()
-    draft, _ = export(judging=Judging(step_ms=20.0, is_forced=True))
+    draft, _ = export(judging=Judging([*BUILT_IN_PROMPTS, "def " * 600], step_ms=20.0, is_forced=True))
     found = judged(draft.manifest.report.acceptance)
     assert found is not None and found.rate < 0.3
-    assert "little" in warnings_of(Bundle.open(out / "draft").manifest)[0]
+    left_out, rarely = warnings_of(Bundle.open(out / "draft").manifest)[:2]
+    assert left_out.startswith("acceptance is without 1 of the 17 prompts") and "little" in rarely
     assert json.loads((out / "draft" / "manifest.json").read_text())["report"]["timing"]["forecast"]["step_ms"] == 20.0

@@ -267,7 +267,11 @@ def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None
     """Gemma 3 in FP16, norms that scale in FP32 included, and quantized from there: weights, cache and logits. Some
     thousand tokens on its angles are the source's still: the rotary frequencies stay FP32.
     """
-    fields = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "max_position_embeddings": 4096}
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "max_position_embeddings": 4096,
+    }
     small = make_tiny_model("gemma3_text", tmp_path / "small", vocab_size=VOCAB, **fields)
     wide, narrow = tmp_path / "wide", tmp_path / "narrow"
     wide.mkdir()
