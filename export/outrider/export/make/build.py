@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -245,7 +244,6 @@ def _build_onnx(job: Job) -> Quantization | None:
         return None
     assert precision in ("int8", "int4")
     job.tell("quantize")
-    separate_files(graph)
     quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
     if (graph / CONFIG_FILE).is_file():
         shutil.copyfile(graph / CONFIG_FILE, job.directory / CONFIG_FILE)
@@ -290,21 +288,6 @@ def place_files(source: Path, destination: Path) -> None:
             place.mkdir(parents=True, exist_ok=True)
         else:
             link_or_copy(path, place)
-
-
-def separate_files(directory: Path) -> None:
-    """Replaces files that have other names, by `place_files`, with copies: onnx reads none that has several links.
-
-    The other names are a running export's, or what a killed one left.
-    """
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.stat().st_nlink > 1:
-            copy = path.with_name(f"{path.name}.copy-{secrets.token_hex(8)}")
-            try:
-                shutil.copyfile(path, copy)
-                copy.replace(path)
-            finally:
-                copy.unlink(missing_ok=True)
 
 
 def _tool(package: str) -> str:
