@@ -256,6 +256,33 @@ def test_warnings_go_where_they_are_seen(
     assert warning.startswith("acceptance is 0.50") and shown["role"] == "draft"
 
 
+def test_a_strangers_manifest_commands_no_terminal(
+    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters and rich's markup in any of its free strings are shown, not obeyed."""
+    evil, harmless = "\x1b]0;\x9b[red]", r"\x1b]0;\u009b[red]"
+    free = ("name", "runtime", "target", "machine", "provider", "step_from", "load_warning", "notes")
+
+    def spoiled(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: spoiled(item, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [spoiled(item, name) for item in value]
+        return f"{name}{evil}" if name in free else value
+
+    bundle = shutil.copytree(reference_pair.draft, tmp_path / "draft")
+    document = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    document["report"]["notes"] = ["a note"]
+    document["report"]["timing"]["load_warning"] = "busy"
+    (bundle / "manifest.json").write_text(json.dumps(spoiled(document)), encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run_export(monkeypatch, "inspect", str(bundle)) == 0
+    said = capsys.readouterr()
+    assert not [part for part in (said.out, said.err) if "\x1b" in part or "\x9b" in part]
+    for name in free:
+        assert f"{name}{harmless}" in said.out, name
+
+
 def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_asked(tmp_path: Path) -> None:
     """A longer list makes a surer figure; without any, the built-in ones. The template is the target's."""
     make_tiny_tokenizer(tmp_path)
@@ -277,7 +304,7 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
 
 
 def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_path: Path) -> None:
-    """Unless forced; then the warning is in the report."""
+    """Unless forced; then the warning is in the report. So is the number of prompts that no sequence holds."""
     out = tmp_path / "out"
     export = functools.partial(
         export_pair,
@@ -292,8 +319,9 @@ def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_pat
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
         export()
     assert not out.exists()
-    draft, _ = export(judging=Judging(step_ms=20.0, is_forced=True))
+    draft, _ = export(judging=Judging([*BUILT_IN_PROMPTS, "def " * 600], step_ms=20.0, is_forced=True))
     found = judged(draft.manifest.report.acceptance)
     assert found is not None and found.rate < 0.3
-    assert "little" in warnings_of(Bundle.open(out / "draft").manifest)[0]
+    left_out, rarely = warnings_of(Bundle.open(out / "draft").manifest)[:2]
+    assert left_out.startswith("acceptance is without 1 of the 17 prompts") and "little" in rarely
     assert json.loads((out / "draft" / "manifest.json").read_text())["report"]["timing"]["forecast"]["step_ms"] == 20.0

@@ -9,6 +9,7 @@ import io
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from outrider.export.check.parity import SequenceSteps
 from outrider.export.check.runner import measure_agreement, open_draft
 from outrider.export.check.token_mapping import measure_mapping, share_kept
 from outrider.export.cli.display import print_report
+from outrider.export.make import pair
 from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
@@ -38,6 +40,7 @@ from outrider.export.report.card import (
     words_of_mapping,
 )
 from outrider.export.report.card_html import card_html
+from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import TokenMapping
 from outrider.models.errors import ExportError, TokenizerMismatch
@@ -130,6 +133,31 @@ def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
     assert measured.tested_tokens == 1
     with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
         summarize(measure_ranks(short, texts, num_ids=16), "t")
+
+
+def test_the_targets_cache_holds_the_longest_prompt_that_its_positions_hold(
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded again with a larger cache where the usual one does not; short prompts still run together."""
+    (tmp_path / "model.xml").touch()
+    rows: list[int] = []
+    opened: list[int] = []
+
+    def open_target(path: Path, options: ExportOptions, *, kv_cache_bytes: int = 0) -> FakeBatchRuntime:
+        opened.append((kv_cache_bytes or 256 << 20) // (9 << 20))  # blocks of 9 MB: the usual cache holds 28
+        return FakeBatchRuntime(
+            max_positions=2000, num_blocks=opened[-1], on_step=lambda batch: rows.append(len(batch))
+        )
+
+    monkeypatch.setattr(pair, "open_target", open_target)
+    source = read_source(strangers.target)
+    prompts = [[(number + at) % 250 + 1 for at in range(length)] for number, length in enumerate((9, 12, 900, 1990, 7))]
+    written = partial(pair.write_texts, tmp_path, ExportOptions("target", "fp32"), source)
+    texts = written(prompts)
+    assert opened[0] == 28 and opened[1] * 16 >= 900 + NEW_TOKENS and len(opened) == 2
+    assert [len(text.prompt) for text in texts[:4]] == [9, 12, 900, 7] and len(texts) == 4 * 3
+    assert rows[0] == 2  # and not one at a time, in rooms for the longest
+    assert [text.text for text in texts[:2]] == [text.text for text in written(prompts[:2])[:2]] and len(opened) == 3
 
 
 def test_an_export_in_full_precision_agrees_with_its_source(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import os
 import shutil
 import sys
 import threading
@@ -220,6 +222,24 @@ def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
     assert first.target == onnx.target == npu.target and len({first.draft, onnx.draft, npu.draft}) == 3
     assert export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", "int8", "openvino")) == first
     assert counted_exports[9:] == [onnx.draft, npu.draft]
+
+
+def test_the_cache_forgets_pairs_that_nobody_asks_for(
+    sources: PairPaths, tmp_path: Path, counted_exports: list[Path]
+) -> None:
+    """After some weeks, when another one is exported; one that is in use, or that is being exported, stays."""
+    export = functools.partial(export_reference_pair, tmp_path, source=sources)
+    unused, used, busy = (export(widen_mb=size).target.parent for size in (2.0, 3.0, 4.0))
+    killed = tmp_path / "pairs" / f".{busy.name[::-1]}.partial-1"
+    killed.mkdir()
+    for place in (unused, used, busy, killed):
+        os.utime(place, (1e9, 1e9))
+    export(widen_mb=3.0)
+    assert unused.is_dir() and len(counted_exports) == 6
+    with FileLock(busy.with_suffix(".lock")):
+        new = export().target.parent
+    assert {path for path in (tmp_path / "pairs").iterdir() if path.is_dir()} == {used, busy, new}
+    assert export(widen_mb=2.0).target.parent == unused and not busy.exists() and len(counted_exports) == 10
 
 
 def test_a_refused_draft_leaves_its_target_in_the_cache(

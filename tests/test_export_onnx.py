@@ -5,6 +5,7 @@ files, nothing fetched or executed.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +26,11 @@ from tests.onnx_graphs import FIRST, VOCAB, build, load_fp32, truth_of, worst_de
 from tests.quantized import read_blocks
 from tools.tiny_sources import make_tiny_model, make_tiny_source
 
+from outrider.export.convert import onnx_quantize
 from outrider.export.convert.onnx_attention import Recording, recording_attention
 from outrider.export.convert.onnx_builder import build_with_genai, supports
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
-from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_weights
+from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_blocks, quantize_weights
 from outrider.export.make import build as stages
 from outrider.export.recipes import ExportOptions
 from outrider.models.errors import ExportError
@@ -263,8 +266,15 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
 
 
 def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None:
-    """Gemma 3 in FP16, norms that scale in FP32 included, and quantized from there: weights, cache and logits."""
-    small = make_tiny_model("gemma3_text", tmp_path / "small", vocab_size=VOCAB, num_hidden_layers=1)
+    """Gemma 3 in FP16, norms that scale in FP32 included, and quantized from there: weights, cache and logits. Some
+    thousand tokens on its angles are the source's still: the rotary frequencies stay FP32.
+    """
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "max_position_embeddings": 4096,
+    }
+    small = make_tiny_model("gemma3_text", tmp_path / "small", vocab_size=VOCAB, **fields)
     wide, narrow = tmp_path / "wide", tmp_path / "narrow"
     wide.mkdir()
     narrow.mkdir()
@@ -273,6 +283,9 @@ def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None
     truth = truth_of(load_fp32(small))
     assert worst_delta(OnnxRuntimeSequence(wide, OPTIONS), truth) < 0.05
     assert worst_delta(OnnxRuntimeSequence(narrow, OPTIONS), truth) < 0.5
+    text = np.random.default_rng(5).integers(0, VOCAB, 3500).tolist()
+    far = OnnxRuntimeSequence(wide, replace(OPTIONS, max_positions=4096)).extend_rows(text)[-200:]
+    assert np.abs(far - truth(text)[-200:]).max() < 0.015
     graph = onnx.load(narrow / "model.onnx", load_external_data=False).graph
     floats = [tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
     assert not [name for name in floats if name.endswith(("weight", "scales"))]
@@ -326,10 +339,10 @@ def test_what_cannot_be_quantized_is_refused(graph: Callable[[str], Path], tmp_p
     assert not list(twice.iterdir())
 
 
-def test_a_stored_graph_that_a_killed_export_has_linked_is_quantized(
+def test_a_stored_graph_is_quantized_while_other_exports_link_it(
     graph: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """onnx reads no file with several links; what the killed export left is not changed."""
+    """Before and meanwhile, or by one that was killed. Nobody's files are changed, and none is added to the store."""
     stored, left, out = (tmp_path / name for name in ("stored", "left", "out"))
     shutil.copytree(graph("gpt_neox"), stored)
     for directory in (left, out):
@@ -338,11 +351,19 @@ def test_a_stored_graph_that_a_killed_export_has_linked_is_quantized(
         for name in ("chmod", "utime"):  # as on a network's disk that belongs to another user
             patch.setattr(os, name, lambda *args, **kwargs: pytest.fail("changed a mode or a time"))
         stages.place_files(stored, left)
-    before = {path.name: path.read_bytes() for path in left.iterdir()}
-    assert (stored / "model.onnx.data").stat().st_nlink == 2
+    before = {path: (path.read_bytes(), path.stat().st_ino) for root in (stored, left) for path in root.iterdir()}
+    links = itertools.count()
+
+    def quantize(weights: Any, bits: int) -> Any:
+        stages.place_files(stored, tmp_path / f"other-{next(links)}")
+        return quantize_blocks(weights, bits)
+
+    monkeypatch.setattr(onnx_quantize, "quantize_blocks", quantize)
     monkeypatch.setattr(stages, "_onnx_graph", lambda job: stored)
     options = ExportOptions("draft", "int8", "onnxruntime")
     job: Any = SimpleNamespace(options=options, directory=out, tell=lambda stage: None)
     assert stages._build_onnx(job) is not None and (out / "model.onnx.data").is_file()
-    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
-    assert sorted(path.name for path in stored.iterdir()) == sorted(before)
+    assert next(links) > 2 and (stored / "model.onnx.data").stat().st_nlink > 3
+    assert before == {
+        path: (path.read_bytes(), path.stat().st_ino) for root in (stored, left) for path in root.iterdir()
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,16 @@ from tools.tiny_sources import make_tiny_source
 from outrider.export.check.advice import advise
 from outrider.export.cli.display import show_progress
 from outrider.export.convert.onnx_dynamo import _find_shapes
+from outrider.export.make import build
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model, stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
 from outrider.export.quiet import quiet_upstream
-from outrider.export.recipes import ExportOptions
+from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source.model_source import read_source
 from outrider.export.source.torch_source import load_source_model
-from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.bundle.manifest import Precision, StaticShapes
 from outrider.models.errors import ConfigError, ExportError, OutriderError, RuntimeUnavailable
 from outrider.models.runtimes import npu_compile
 from outrider.models.runtimes.base import RuntimeOptions
@@ -277,3 +279,41 @@ def test_an_npu_path_that_fails_without_words_says_whose_error_it_is(
     monkeypatch.setattr(npu_compile, "read_ir", lambda core, xml: xml)
     with pytest.raises(RuntimeUnavailable, match="update the NPU's driver"):
         npu_compile.compile_for_npu(tmp_path / "x.xml", StaticShapes(), RuntimeOptions(device="NPU"))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "precision", "family", "on_one_disk", "on_two"),
+    [
+        ("onnxruntime", "int8", "qwen3", 4, 8),  # beside the bundle: the builder's file, and a copy of the source
+        ("onnxruntime", "fp32", "qwen3", 4, 8),
+        ("onnxruntime", "int8", "gpt_neox", 1, 5),  # torch's exporter writes to the cache; the twin is copied
+        ("openvino", "int8", "qwen3", 1, 5),
+        ("openvino", "fp32", "qwen3", 4, 4),
+        ("torch", "bf16", "qwen3", 2, 2),
+    ],
+)
+def test_the_disk_is_asked_for_what_is_built_beside_the_bundle(
+    sources: PairPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: RuntimeName,
+    precision: Precision,
+    family: str,
+    on_one_disk: int,
+    on_two: int,
+) -> None:
+    """In bytes per parameter of the model, which is stored in FP32; the cache holds the converted model."""
+    model = read_source(sources.draft)
+    if family != "qwen3":
+        model = replace(model, shape=replace(model.shape, facts={"architectures": ["GPTNeoXForCausalLM"]}))
+    options = ExportOptions("target" if runtime == "torch" else "draft", precision, runtime)
+    job = build.Job(model, model.describe(), tmp_path / "out", tmp_path, options, StageStore(tmp_path), silent)
+    asked: list[tuple[tuple[Path, float], ...]] = []
+    monkeypatch.setattr(build, "require_room", lambda *needs: asked.append(needs))
+    for is_one, expected in ((True, on_one_disk), (False, on_two)):
+        monkeypatch.setattr(build, "is_one_disk", lambda *_, is_one=is_one: is_one)
+        job.require_room(tmp_path / "cache" / "stage", 10.0)
+        (cache, staged), (out, beside) = asked.pop()
+        size = model.architecture.parameters
+        assert (cache, out) == (tmp_path / "cache", tmp_path) and staged == (runtime != "torch") * 4 * size + 10
+        assert beside == pytest.approx(expected * size, rel=0.03)

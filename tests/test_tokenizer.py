@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from outrider.models.errors import TokenizerError, TokenizerMismatch
@@ -206,3 +208,36 @@ def test_whatever_changes_ids_or_text_changes_the_fingerprint(
     assert original.fingerprint != other.fingerprint
     with pytest.raises(TokenizerMismatch, match=f"(?s)the-draft.*the-target.*{named}"):
         require_same_tokenizer(original, other)
+
+
+def normalizer(**switches: bool | None) -> dict[str, Any]:
+    """Of BERT's tokenizers."""
+    common = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    return {"normalizer": {"type": "BertNormalizer", **common, **switches}}
+
+
+def spaces(**switches: bool) -> dict[str, Any]:
+    """The pre-tokenizer of SentencePiece's kind."""
+    return {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", **switches}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (spaces(), spaces(split=True), True),
+        (spaces(), spaces(split=False), False),
+        (normalizer(), normalizer(strip_accents=False), False),  # null: as `lowercase`
+        (normalizer(lowercase=False), normalizer(lowercase=False, strip_accents=False), True),
+    ],
+)
+def test_a_switch_that_is_off_is_not_taken_for_one_that_is_absent(
+    directory: Path, tmp_path: Path, one: dict[str, Any], other: dict[str, Any], is_same: bool
+) -> None:
+    """Where absent does not mean off; who cuts a text into the same pieces has the same fingerprint."""
+    prints, pieces = set(), set()
+    for name, parts in (("one", one), ("other", other)):
+        prints.add(edited(directory, tmp_path / name, partial(dict.update, **parts)).fingerprint)
+        backend = Backend.from_file(str(tmp_path / name / "tokenizer.json"))
+        text = backend.normalizer.normalize_str("  é É  x") if "normalizer" in parts else "  é É  x"
+        pieces.add(tuple(backend.pre_tokenizer.pre_tokenize_str(text)))
+    assert (len(prints) == 1) is is_same and (len(pieces) == 1) is is_same

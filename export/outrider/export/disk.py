@@ -79,6 +79,11 @@ def link_or_copy(path: str | Path, target: str | Path) -> None:
         shutil.copyfile(path, target)
 
 
+def is_one_disk(place: Path, other: Path) -> bool:
+    """Whether two places, which need not exist yet, are on one disk, so that files can have a name in both."""
+    return _nearest(place).stat().st_dev == _nearest(other).stat().st_dev
+
+
 def free_bytes(place: Path) -> int:
     """Bytes free for `place`, which need not exist yet."""
     return shutil.disk_usage(_nearest(place)).free

@@ -65,10 +65,7 @@ def continue_prompts(
     num_ids: ids that the tokenizer knows; columns beyond are padding, of different width in the two models.
     Raises ExportError if no prompt leaves room for the new tokens.
     """
-    longest = target.limits.max_positions
-    fitting = [tuple(prompt) for prompt in prompts if 0 < len(prompt) <= longest - num_tokens]
-    if not fitting:
-        raise _nothing_fits(longest, num_tokens)
+    fitting = _fitting(target, prompts, num_tokens)
     found: list[Continuation] = []
     for temperature in temperatures:
         params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(fitting))]
@@ -77,6 +74,23 @@ def continue_prompts(
         )
         found += map(Continuation, fitting, map(tuple, texts), params)
     return tuple(found)
+
+
+def blocks_needed(target: BatchRuntime, prompts: Sequence[Sequence[int]], num_tokens: int = NEW_TOKENS) -> int:
+    """Cache blocks that `continue_prompts` needs at least: those of its longest prompt with the new tokens.
+
+    Raises ExportError if no prompt leaves room for them.
+    """
+    return max(_blocks_each(target, _fitting(target, prompts, num_tokens), num_tokens))
+
+
+def _fitting(target: BatchRuntime, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, ...]]:
+    """The prompts that leave room for the new tokens. Raises ExportError if none does."""
+    longest = target.limits.max_positions
+    fitting = [tuple(prompt) for prompt in prompts if 0 < len(prompt) <= longest - num_tokens]
+    if not fitting:
+        raise _nothing_fits(longest, num_tokens)
+    return fitting
 
 
 def measure_ranks(draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int) -> dict[float, Ranks]:
@@ -194,16 +208,20 @@ def _continue_all(
     num_tokens: int,
 ) -> list[list[int]]:
     """The target's own continuation of each prompt, as many prompts at a time as its cache holds."""
-    blocks_each = -(-(max(map(len, prompts)) + num_tokens) // target.block_size)
-    at_once = target.num_blocks // blocks_each
-    if not at_once:
+    sizes = _blocks_each(target, prompts, num_tokens)
+    if max(sizes) > target.num_blocks:
         raise ExportError(
-            f"the cache holds {target.num_blocks} blocks and one prompt needs {blocks_each}; give shorter prompts"
+            f"the cache holds {target.num_blocks} blocks and one prompt needs {max(sizes)}; give shorter prompts"
         )
     texts: list[list[int]] = [[] for _ in prompts]
-    for first in range(0, len(prompts), at_once):
-        live = list(range(first, min(first + at_once, len(prompts))))
-        blocks = {i: range((i - first) * blocks_each, (i - first + 1) * blocks_each) for i in live}
+    blocks: dict[int, range] = {}
+    while len(blocks) < len(prompts):
+        live, begin = [], 0
+        for i in range(len(blocks), len(prompts)):
+            if begin + sizes[i] > target.num_blocks:
+                break
+            blocks[i] = range(begin, begin := begin + sizes[i])
+            live.append(i)
         while live:
             rows = target.forward([_slice(prompts[i], texts[i], blocks[i]) for i in live])
             for row, i in zip(rows, tuple(live), strict=True):
@@ -211,6 +229,10 @@ def _continue_all(
                 if len(texts[i]) == num_tokens or texts[i][-1] in stop_ids:
                     live.remove(i)
     return texts
+
+
+def _blocks_each(target: BatchRuntime, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
+    return [-(-(len(prompt) + num_tokens) // target.block_size) for prompt in prompts]
 
 
 def _slice(prompt: Sequence[int], text: Sequence[int], blocks: range) -> SequenceSlice:

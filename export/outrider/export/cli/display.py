@@ -37,6 +37,12 @@ from outrider.export.report.card import (
 from outrider.export.report.comparison import Comparison, forecast_of
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Acceptance, Forecast, Manifest
+from outrider.models.visible import visible
+
+
+def plain(text: str) -> str:
+    """A string from a manifest or from upstream, for the console: neither the terminal nor rich obeys it."""
+    return escape(visible(text))
 
 
 @contextlib.contextmanager
@@ -52,7 +58,7 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
 
     def finish() -> None:
         if current is not None:
-            console.print(f"  {escape(str(current))} [dim]{time.monotonic() - began:.1f} s[/dim]", highlight=False)
+            console.print(f"  {plain(str(current))} [dim]{time.monotonic() - began:.1f} s[/dim]", highlight=False)
 
     with contextlib.ExitStack() as stack:
         status = console.status("")
@@ -63,7 +69,7 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
                 stack.enter_context(status)
             finish()
             began, current = time.monotonic(), event
-            status.update(escape(str(event)))
+            status.update(plain(str(event)))
 
         try:
             yield progress
@@ -88,7 +94,7 @@ def print_report(console: Console, bundle: Bundle) -> None:
     """The bundle's report card."""
     manifest = bundle.manifest
     if manifest.role == "draft":
-        console.print(f"[bold]{escape(verdict(manifest))}[/bold]", highlight=False)
+        console.print(f"[bold]{plain(verdict(manifest))}[/bold]", highlight=False)
         _print_mapping(console, manifest)
     console.print(_facts(manifest, str(bundle.path)))
     if manifest.report.acceptance:
@@ -107,14 +113,14 @@ def print_report(console: Console, bundle: Bundle) -> None:
             f"a draft of {timing.forecast.draft_ms:.3g} ms per token, of which {timing.forecast.alpha:.0%} are accepted"
         )
         for line in (*ends_of(timing.forecast), f"{step_of(timing.forecast)}, {draft}"):
-            console.print(f"  {line}", highlight=False)
+            console.print(f"  {plain(line)}", highlight=False)
 
 
 def _print_warnings(*bundles: Bundle) -> None:
     """The warnings of the reports, if they have any."""
     console = Console(stderr=True)
     for warning in (warning for bundle in bundles for warning in warnings_of(bundle.manifest)):
-        console.print(f"[bold yellow]warning:[/bold yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold yellow]warning:[/bold yellow] {plain(warning)}", highlight=False, soft_wrap=True)
 
 
 def print_comparison(console: Console, found: Comparison) -> None:
@@ -129,7 +135,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
         assert report.timing is not None and report.agreement is not None
         name, style = (f"{row.label} *", "bold") if is_best else (row.label, None)
         table.add_row(
-            name,
+            plain(name),
             f"{report.size_bytes / 1e6:,.1f}",
             f"{report.timing.token_ms:.2f}",
             f"{report.agreement.argmax:.3f}",
@@ -138,7 +144,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
             style=style,
         )
         reached = zip(row.tokens_per_s, row.speed_ups, strict=True)
-        speeds.add_row(name, *(f"{tokens:.1f} ({speed_up:.2f}x)" for tokens, speed_up in reached), style=style)
+        speeds.add_row(plain(name), *(f"{tokens:.1f} ({speed_up:.2f}x)" for tokens, speed_up in reached), style=style)
     console.print(table)
     console.print(
         "  argmax: share equal to the unquantized model's; T: acceptance by temperature; "
@@ -147,41 +153,39 @@ def print_comparison(console: Console, found: Comparison) -> None:
     )
     console.print(speeds)
     for skipped in found.not_made:
-        console.print(
-            f"  [yellow]not made:[/yellow] {escape(skipped.label)}: {escape(skipped.reason)}", highlight=False
-        )
+        console.print(f"  [yellow]not made:[/yellow] {plain(skipped.label)}: {plain(skipped.reason)}", highlight=False)
     if (warning := found.load_warning()) is not None:
-        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
-    console.print(f"  {step_of(forecast_of(found.best))}", highlight=False)
-    console.print(f"[bold]recommended: {escape(found.recommended)}[/bold]: {escape(found.reason)}", highlight=False)
-    console.print(verdict(found.best), highlight=False, markup=False)
+        console.print(f"  [yellow]warning:[/yellow] {plain(warning)}", highlight=False)
+    console.print(f"  {plain(step_of(forecast_of(found.best)))}", highlight=False)
+    console.print(f"[bold]recommended: {plain(found.recommended)}[/bold]: {plain(found.reason)}", highlight=False)
+    console.print(plain(verdict(found.best)), highlight=False)
     _print_mapping(console, found.best)
 
 
 def _print_mapping(console: Console, manifest: Manifest) -> None:
     if (words := words_of_mapping(manifest)) is not None:
-        console.print(words, highlight=False, markup=False)
+        console.print(plain(words), highlight=False)
 
 
 def _facts(manifest: Manifest, where: str) -> Table:
     shape, report = manifest.architecture, manifest.report
-    table = Table(title=escape(f"{manifest.role} {manifest.name}"), title_justify="left", show_header=False)
+    table = Table(title=plain(f"{manifest.role} {manifest.name}"), title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("where", escape(where))
+    table.add_row("where", plain(where))
     table.add_row(
         "model",
-        f"{escape(shape.name)}, {shape.parameters / 1e6:,.1f}M parameters, {shape.layers} layers, "
+        f"{plain(shape.name)}, {shape.parameters / 1e6:,.1f}M parameters, {shape.layers} layers, "
         f"{shape.heads}/{shape.kv_heads} heads of {shape.head_size}, vocabulary {shape.tokenizer_size:,} "
         f"(padded {shape.vocab_size:,}), {shape.max_positions:,} positions",
     )
-    table.add_row("made for", f"{manifest.runtime} on {manifest.device}, {manifest.precision}")
+    table.add_row("made for", f"{plain(manifest.runtime)} on {manifest.device}, {manifest.precision}")
     table.add_row("size", f"{report.size_bytes / 1e6:,.1f} MB")
     if (timing := report.timing) is not None:
         table.add_row(
             "speed",
             f"{timing.token_ms:.3g} ms per token, {timing.extend_ms:.3g} ms for {timing.extend_tokens}, after "
-            f"{timing.context} tokens ({escape(timing.machine)}, {escape(timing.provider)})",
+            f"{timing.context} tokens ({plain(timing.machine)}, {plain(timing.provider)})",
         )
     table.add_row("tokenizer", manifest.tokenizer_fingerprint[:12])
     if manifest.widened is not None:
@@ -192,7 +196,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
         )
     for stage in report.parity.stages:
         table.add_row(
-            f"parity, {stage.name}",
+            f"parity, {plain(stage.name)}",
             f"max difference {stage.max_delta:.2g} on {stage.scale:.3g}, KL {stage.mean_kl:.2g}, "
             f"argmax {stage.argmax_agreement:.0%} of {stage.rows}",
         )
@@ -203,12 +207,12 @@ def _facts(manifest: Manifest, where: str) -> Table:
             f"{agreement.rows} rows of held-out text. {EXPLAINED}",
         )
     for warning in warnings_of(manifest):
-        table.add_row("[yellow]warning[/yellow]", escape(warning))
+        table.add_row("[yellow]warning[/yellow]", plain(warning))
     return table
 
 
 def _acceptance(found: tuple[Acceptance, ...]) -> Table:
-    title = escape(f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested")
+    title = plain(f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested")
     depths = [row.depth for row in found[0].by_depth]
     table = figure_table(title, "T", "acceptance", *(f"depth {depth}" for depth in depths))
     for measured in found:
@@ -276,7 +280,7 @@ def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None
     for bundle in bundles:
         print_report(console, bundle)
     if page is not None:
-        console.print(f"as a page: {escape(str(page))}", soft_wrap=True, highlight=False)
+        console.print(f"as a page: {plain(str(page))}", soft_wrap=True, highlight=False)
 
 
 def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
@@ -309,7 +313,7 @@ def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
     console = Console()
     print_comparison(console, found)
     written = ", ".join(str(path) for path in (swept.draft.path, swept.target.path, page))
-    console.print(f"written: {escape(written)}", soft_wrap=True, highlight=False)
+    console.print(f"written: {plain(written)}", soft_wrap=True, highlight=False)
 
 
 def _as_json(bundle: Bundle) -> dict[str, Any]:

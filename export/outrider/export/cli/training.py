@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.export.cli.display import figure_table, say_stopped
+from outrider.export.cli.display import figure_table, plain, say_stopped
 from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
 from outrider.export.make.pair import named_source
 from outrider.export.progress import Event, Report
@@ -153,9 +152,9 @@ def shown(*, is_quiet: bool, keeps_stages: bool = True) -> Iterator[Report]:
         def report(event: Event) -> None:
             if bar.tasks[0].fields["stage"] != event.stage:
                 bar.reset(task, stage=event.stage)
-            bar.update(task, completed=event.share, description=escape(event.text))
+            bar.update(task, completed=event.share, description=plain(event.text))
             if event.is_news:
-                console.print(f"  {event.stage:>10}  {escape(event.text)}", highlight=False, soft_wrap=True)
+                console.print(f"  {event.stage:>10}  {plain(event.text)}", highlight=False, soft_wrap=True)
 
         try:
             yield report
@@ -176,14 +175,14 @@ def _print(result: DistillResult, *, as_json: bool) -> None:
     is_good = result.status == "written" and result.record is not None and result.record["verdict"] == "better"
     color = "green" if is_good else "yellow"
     console = Console(stderr=result.status == "stopped")
-    console.print(f"[{color}]{escape(result.message)}[/{color}]", highlight=False, soft_wrap=True)
+    console.print(f"[{color}]{plain(result.message)}[/{color}]", highlight=False, soft_wrap=True)
 
 
 def _card(record: dict[str, Any]) -> Table:
     """Acceptance and divergence before and after, on held-out prompts."""
     heldout = record["heldout"]
     title = f"{record['draft']['name']} distilled on {record['target']['name']}, {heldout['prompts']} prompts held out"
-    table = figure_table(escape(title), "before", "after", "change", first="")
+    table = figure_table(plain(title), "before", "after", "change", first="")
     for before, after in zip(heldout["before"]["acceptance"], heldout["after"]["acceptance"], strict=True):
         temperature = f"{before['temperature']:g}"
         change = heldout["change"][temperature]

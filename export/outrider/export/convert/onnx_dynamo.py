@@ -42,7 +42,7 @@ def export_with_dynamo(model: Any, destination: Path, name: str, precision: Lite
     """
     with quiet_upstream(f"exporting {name} to ONNX"):
         # Fuses RMS norms, residual additions and rotary embedding into one operator each, where recognised.
-        graph, _ = optimize_for_ort(_export((model.half() if precision == "fp16" else model).eval()))
+        graph, _ = optimize_for_ort(_export((_halve(model) if precision == "fp16" else model).eval()))
         _rotate_new_positions_only(graph)
         _unify_norms(graph.graph)
         drop_unused(graph)
@@ -51,6 +51,20 @@ def export_with_dynamo(model: Any, destination: Path, name: str, precision: Lite
         select_rows(graph)
         drop_unused(graph)
         save_model(graph, destination)
+
+
+def _halve(model: Any) -> Any:
+    """The model in FP16, in place, but for its rotary frequencies.
+
+    Their rounding, multiplied by the position, would turn the angles by tenths of a radian after some thousand tokens,
+    where no check of a short text looks.
+    """
+    frequencies = {name: values for name, values in model.named_buffers() if name.endswith("inv_freq")}
+    model.half()
+    for name, values in frequencies.items():
+        place, _, own = name.rpartition(".")
+        model.get_submodule(place).register_buffer(own, values, persistent=False)
+    return model
 
 
 def _export(model: Any) -> Any:

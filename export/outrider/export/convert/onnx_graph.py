@@ -107,6 +107,21 @@ def drop_unused(model: Any) -> None:
     RemoveUnusedNodesPass()(model)
 
 
+def load_model(path: Path) -> Any:
+    """Reads a graph that `save_model` wrote. Its data may have other names, by which running exports place it."""
+    model: Any = ir.load(path)
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            # Read from a directory, a file with several links is refused: in a stranger's it may be anyone's file. This
+            # one is ours, and lies beside the graph whatever the graph says.
+            data = path.absolute().parent / Path(tensor.location).name
+            value.const_value = ir.ExternalTensor(
+                data, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name or value.name
+            )
+    return model
+
+
 def save_model(model: Any, destination: Path) -> None:
     """Writes model.onnx and model.onnx.data to the directory. The same model gives the same bytes."""
     model.graph.sort()

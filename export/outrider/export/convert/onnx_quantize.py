@@ -20,6 +20,7 @@ from outrider.export.convert.onnx_graph import (
     add_initializer,
     drop_unused,
     find_lm_head,
+    load_model,
     save_model,
     swap_node,
 )
@@ -52,7 +53,7 @@ def quantize_weights(src_onnx: Path, destination: Path, bits: Literal[8, 4]) -> 
     Raises ExportError if there is nothing to quantize.
     """
     with quiet_upstream(f"quantizing {src_onnx.name}"):
-        model: Any = ir.load(src_onnx)
+        model = load_model(src_onnx)
         graph = model.graph
         head = find_lm_head(graph)
         products = [node for node in graph if _matrix(node) is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from outrider.export.check.source_logits import (
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.convert.weight_check import require_close_weights
-from outrider.export.disk import link_or_copy, require_room
+from outrider.export.disk import is_one_disk, link_or_copy, require_room
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.quiet import quiet_upstream
@@ -90,12 +89,24 @@ class Job:
         self.progress(StageEvent(self.options.role, stage))
 
     def require_room(self, staging: Path, *more_bytes: float) -> None:
-        """Raises DiskFull if there is no room for the bundle, or at `staging` for the converted model and more."""
-        # Unquantized ONNX is the converted model itself, hard-linked on the same disk.
-        is_linked = self.options.resolved_runtime == "onnxruntime" and self.options.resolved_precision not in QUANTIZED
-        bundle = 0.0 if is_linked else finished_bytes(self.source, self.options)
-        staged = converted_bytes(self.source, self.options) + sum(more_bytes)
-        require_room((staging.parent, staged), (self.directory.parent, bundle))
+        """Raises DiskFull if there is no room for the bundle and what is built beside it, or at `staging` for the
+        converted model and more.
+        """
+        source, options = self.source, self.options
+        converted = converted_bytes(source, options)
+        placed = 0.0 if is_one_disk(staging, self.directory) else converted
+        if options.resolved_precision in QUANTIZED:
+            bundle = finished_bytes(source, options) + placed  # with the twin
+        else:
+            bundle = placed if options.resolved_runtime == "onnxruntime" else finished_bytes(source, options)
+        beside = converted + self._viewed_bytes() if _takes_builder(self) else 0.0
+        # What the builder leaves beside the bundle is removed before the bundle is written.
+        require_room((staging.parent, converted + sum(more_bytes)), (self.directory.parent, max(bundle, beside)))
+
+    def _viewed_bytes(self) -> float:
+        """Bytes of the source that onnxruntime-genai's builder gets a copy of: none where it gets links."""
+        files = [path.resolve() for path in self.source.weight_files]
+        return sum(path.stat().st_size for path in files if not is_one_disk(path, self.directory))
 
     def key(self, stage: str, **more: Any) -> dict[str, Any]:
         """Everything that decides the result of a stage: the source, the packages' versions, and `more`."""
@@ -245,7 +256,6 @@ def _build_onnx(job: Job) -> Quantization | None:
         return None
     assert precision in ("int8", "int4")
     job.tell("quantize")
-    separate_files(graph)
     quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
     if (graph / CONFIG_FILE).is_file():
         shutil.copyfile(graph / CONFIG_FILE, job.directory / CONFIG_FILE)
@@ -258,12 +268,21 @@ def _wide_precision(job: Job) -> Literal["fp32", "fp16"]:
     return "fp16" if job.options.device == "gpu" else "fp32"
 
 
+def _takes_builder(job: Job) -> bool:
+    """Whether onnxruntime-genai's builder converts the model."""
+    if job.options.resolved_runtime != "onnxruntime" or "text_config" in job.source.config:
+        return False
+    from outrider.export.convert.onnx_builder import supports
+
+    return supports(job.source.shape.facts)
+
+
 def _onnx_graph(job: Job) -> Path:
     """The unquantized graph: from onnxruntime-genai's builder where it is correct, otherwise from torch's exporter.
 
     The builder loads the source by itself.
     """
-    from outrider.export.convert.onnx_builder import build_with_genai, supports
+    from outrider.export.convert.onnx_builder import build_with_genai
 
     precision = _wide_precision(job)
 
@@ -276,7 +295,7 @@ def _onnx_graph(job: Job) -> Path:
 
         export_with_dynamo(steady_rotations(job.model()), directory, job.source.name, precision)
 
-    if "text_config" not in job.source.config and supports(job.source.shape.facts):
+    if _takes_builder(job):
         return _converted(job, "genai", build_it, loads=False, precision=precision)
     return _converted(job, "onnx", export_it, precision=precision)
 
@@ -290,21 +309,6 @@ def place_files(source: Path, destination: Path) -> None:
             place.mkdir(parents=True, exist_ok=True)
         else:
             link_or_copy(path, place)
-
-
-def separate_files(directory: Path) -> None:
-    """Replaces files that have other names, by `place_files`, with copies: onnx reads none that has several links.
-
-    The other names are a running export's, or what a killed one left.
-    """
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.stat().st_nlink > 1:
-            copy = path.with_name(f"{path.name}.copy-{secrets.token_hex(8)}")
-            try:
-                shutil.copyfile(path, copy)
-                copy.replace(path)
-            finally:
-                copy.unlink(missing_ok=True)
 
 
 def _tool(package: str) -> str:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.export.check.acceptance import Continuation, continue_prompts, measure_ranks, summarize
+from outrider.export.check.acceptance import (
+    NEW_TOKENS,
+    Continuation,
+    blocks_needed,
+    continue_prompts,
+    measure_ranks,
+    summarize,
+)
 from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
 from outrider.export.check.token_mapping import measure_mapping
@@ -24,6 +31,7 @@ from outrider.models.bundle.manifest import Manifest, Role, TokenMapping
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.bundle.speed_up import Setting
 from outrider.models.errors import ConfigError, ExportError
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
 from outrider.models.runtimes.mapped_sequence import MappedSequence
 from outrider.models.text.tokenizer import require_same_tokenizer
 from outrider.models.text.vocabulary_map import VocabularyMap
@@ -137,7 +145,7 @@ def export_pair(
         texts = write_texts(staged_target.writer.directory, options.target, target_source, ids)
         mapped = map_tokens(draft_source, target_source, texts, is_forced=judging.is_forced)
         times = judging.times_of(staged_target.manifest)
-        judge(staged_draft, texts, times, target_source, mapped, is_forced=judging.is_forced)
+        judge(staged_draft, texts, len(ids), times, target_source, mapped, is_forced=judging.is_forced)
         progress(StageEvent("pair", "write"))
         staged_target.writer.seal(staged_target.manifest)  # both before either is renamed: a full disk replaces neither
         staged_draft.writer.seal(staged_draft.manifest)
@@ -172,7 +180,8 @@ def export_draft_for(
     with stage_export(draft_model, destination, options.draft, progress, store) as staged:
         progress(StageEvent("pair", "measure"))
         texts = write_texts(target.path, options.target, target_model, ids)
-        judge(staged, texts, DEFAULT_JUDGING.times_of(target.manifest), target_model, None, is_forced=False)
+        times = DEFAULT_JUDGING.times_of(target.manifest)
+        judge(staged, texts, len(ids), times, target_model, None, is_forced=False)
         progress(StageEvent("draft", "write"))
         bundle = staged.commit()
     store.release()
@@ -227,11 +236,25 @@ def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_cha
 def write_texts(
     directory: Path, options: ExportOptions, source: SourceModel, prompts: Sequence[Sequence[int]]
 ) -> tuple[Continuation, ...]:
-    """The text after these prompts, at every temperature, of the target in `directory`: its drafts are judged on it."""
-    with closing(open_target(model_file(directory, options), options)) as runtime:
+    """The text after these prompts, at every temperature, of the target in `directory`: its drafts are judged on it.
+
+    Prompts that its positions do not hold with the new tokens are left out. Raises ExportError if all are.
+    """
+    path = model_file(directory, options)
+
+    def write(runtime: BatchRuntime) -> tuple[Continuation, ...]:
         return continue_prompts(
             runtime, prompts, num_ids=source.tokenizer.size, stop_ids=source.tokenizer.eos_token_ids
         )
+
+    with closing(open_target(path, options)) as usual:
+        needed, held = blocks_needed(usual, prompts), usual.num_blocks
+        if needed <= held:
+            return write(usual)
+    # A block takes no more than its share of the usual cache.
+    share = -(-RuntimeOptions().kv_cache_bytes // held)
+    with closing(open_target(path, options, kv_cache_bytes=needed * share)) as larger:
+        return write(larger)
 
 
 def map_tokens(
@@ -254,6 +277,7 @@ def map_tokens(
 def judge(
     draft: StagedExport,
     texts: Sequence[Continuation],
+    num_prompts: int,
     times: TargetTimes,
     target: SourceModel,
     mapped: Mapped | None,
@@ -262,7 +286,8 @@ def judge(
 ) -> None:
     """Measures the draft on `texts` and adds the result to its report, with the predicted speed-up with this target.
 
-    mapped: as `map_tokens` gives it. Raises ExportError if the draft is accepted too rarely and this is not forced.
+    num_prompts: that were given; the report says how many were too long. mapped: as `map_tokens` gives it. Raises
+    ExportError if the draft is accepted too rarely and this is not forced.
     """
     runtime = open_draft(model_file(draft.writer.directory, draft.options), draft.options)
     rows_per_id = 1.0
@@ -278,5 +303,15 @@ def judge(
     if timing is not None:
         forecast = forecast_for(measured, timing.token_ms * rows_per_id, times, ranks.get(JUDGED_AT))
         timing = timing.model_copy(update={"forecast": forecast})
-    found = {"acceptance": measured, "mapping": mapped.measured if mapped is not None else None, "timing": timing}
+    found: dict[str, Any] = {
+        "acceptance": measured,
+        "mapping": mapped.measured if mapped is not None else None,
+        "timing": timing,
+    }
+    if left_out := num_prompts - min(len(each.texts) for each in ranks.values()):
+        note = (
+            f"acceptance is without {left_out} of the {num_prompts} prompts: with {NEW_TOKENS} new tokens they are "
+            "longer than the sequences of draft or target"
+        )
+        found["notes"] = (*report.notes, note)
     draft.manifest = draft.manifest.model_copy(update={"report": report.model_copy(update=found)})

@@ -1,22 +1,28 @@
 """Exports the reference pair once per machine, into the user's cache; the demo starts from it.
 
 A directory's name is a hash of everything that decides the bytes, so another model, option or version has another
-directory, and nothing is ever stale. A target is exported once, whichever drafts are exported for it.
+directory, and nothing is ever stale. A target is exported once, whichever drafts are exported for it. What nobody asked
+for in a while is removed when another pair is exported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from filelock import FileLock, Timeout
 
 from outrider.export.make.build import package_versions
 from outrider.export.make.pair import DEFAULT_OPTIONS, PairOptions, PairPaths, export_draft_for, reference_directories
 from outrider.export.make.pipeline import export_model
+from outrider.export.make.stage_store import discard
 from outrider.export.progress import Progress, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
@@ -24,6 +30,9 @@ from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import SCHEMA_VERSION, Precision
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError
+
+_FORGOTTEN_AFTER_S: Final = 60 * 24 * 3600.0
+"""A pair that nobody asked for in this time is most likely of versions that are no longer installed."""
 
 
 def export_reference_pair(
@@ -47,6 +56,8 @@ def export_reference_pair(
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     place = root / "pairs" / _key(directories.target, options.target)
     pair = PairPaths(place / _key(directories.draft, options.draft) / "draft", place / "target")
+    with contextlib.suppress(OSError):  # not there yet, or another user's
+        os.utime(place)  # before the look at it, so that nobody removes it meanwhile
     if _is_intact(pair.draft) and _is_intact(pair.target):
         return pair
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +68,26 @@ def export_reference_pair(
         print("Another process is exporting the reference pair; waiting for it.", file=sys.stderr, flush=True)
         held = lock.acquire()
     with held:
+        _forget_others(place)  # first: it makes room
         if not _is_intact(pair.target):
             export_model(directories.target, pair.target, options.target, progress)
         if not _is_intact(pair.draft):
             made = Bundle.open(pair.target)
             export_draft_for(made, directories.target, directories.draft, pair.draft, options, progress)
     return pair
+
+
+def _forget_others(place: Path) -> None:
+    """Removes old pairs beside this one: each upgrade of a tool makes another, of hundreds of megabytes."""
+    oldest = time.time() - _FORGOTTEN_AFTER_S
+    for other in place.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process was faster, or it is another user's
+            if other == place or not other.is_dir() or other.stat().st_mtime >= oldest:
+                continue
+            key = other.name.strip(".").partition(".")[0]  # also of what a killed process has begun to remove
+            with contextlib.suppress(Timeout), FileLock(place.with_name(f"{key}.lock"), timeout=0):
+                if other.stat().st_mtime < oldest:
+                    discard(other)
 
 
 def _key(directory: Path, options: ExportOptions) -> str:

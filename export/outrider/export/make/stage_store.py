@@ -25,6 +25,14 @@ _FORGOTTEN_AFTER_S: Final = 14 * 24 * 3600.0
 """A result that was not used for this long belongs to an abandoned export."""
 
 
+def discard(place: Path) -> None:
+    """Removes a directory, renaming it first: a process killed here must not leave half of one that looks whole."""
+    aside = place.with_name(f".{place.name.strip('.')}.partial-{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):
+        place.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 class StageStore:
     """A directory of results; several processes may share it, and none removes what another uses."""
 
@@ -60,13 +68,13 @@ class StageStore:
                 mark.release()
                 Path(mark.lock_file).unlink(missing_ok=True)
                 if not self._is_used(key):
-                    self._discard(self._root / key)
+                    discard(self._root / key)
         self._used.clear()
         oldest = time.time() - _FORGOTTEN_AFTER_S
         for path in self._root.iterdir() if self._root.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 if path.stat().st_mtime < oldest:
-                    self._discard(path) if path.is_dir() else path.unlink()
+                    discard(path) if path.is_dir() else path.unlink()
 
     def _build(self, key: str, place: Path, build: Callable[[Path], None]) -> None:
         for abandoned in self._root.glob(f".{key}.partial-*"):  # nobody else builds it: this process has the lock
@@ -90,13 +98,6 @@ class StageStore:
                 return True
             path.unlink(missing_ok=True)
         return False
-
-    def _discard(self, place: Path) -> None:
-        """Removes a result, renaming it first: a process killed here must not leave half of one that looks whole."""
-        aside = self._partial(place.name.strip("."))
-        with contextlib.suppress(FileNotFoundError):
-            place.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
 
     def _partial(self, key: str) -> Path:
         return self._root / f".{key}.partial-{secrets.token_hex(8)}"

@@ -102,7 +102,7 @@ def sweep_pair(
                 with contextlib.ExitStack() as attempt:
                     staged = attempt.enter_context(stage_export(draft_source, root / "draft", recipe, told, store))
                     told(StageEvent("draft", "measure"))
-                    judge(staged, texts, times, target_source, mapped, is_forced=True)
+                    judge(staged, texts, len(ids), times, target_source, mapped, is_forced=True)
                     stack.push(attempt.pop_all())
                 made[name] = staged
             except DiskFull:

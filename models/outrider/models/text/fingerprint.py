@@ -19,6 +19,8 @@ from outrider.models.errors import TokenizerError
 
 COMPONENTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _ABSENT: Final = "nothing"
+# By type, a switch that is on in files without it.
+_ON_WHERE_ABSENT: Final = {"ByteLevel": "use_regex", "Metaspace": "split"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,17 @@ def _settings(raw: dict[str, Any], model: dict[str, Any]) -> list[str]:
 
 
 def _canonical(value: Any) -> Any:
-    """Without keys whose value is null, false or empty, and without those that change neither ids nor text."""
+    """Without keys whose value is null, false or empty, and without those that change neither ids nor text.
+
+    What false and null, or an absent key, mean different things for is kept apart.
+    """
     if isinstance(value, dict):
         kept = {key: _canonical(item) for key, item in value.items() if key != "trim_offsets"}
-        if kept.get("type") == "ByteLevel":
-            kept.setdefault("use_regex", True)  # files from before the key existed meant True
+        kind = kept.get("type")
+        if kind in _ON_WHERE_ABSENT:
+            kept.setdefault(_ON_WHERE_ABSENT[kind], True)
+        if kind == "BertNormalizer" and kept.get("lowercase") and kept.get("strip_accents") is False:
+            kept["strip_accents"] = "off"  # null means as `lowercase`
         return {
             key: item
             for key, item in kept.items()
