@@ -156,7 +156,7 @@ def test_the_target_comes_from_the_source_that_comes_first(config: Path, outride
     """A flag before the file; two of one source are refused in one sentence."""
     config.write_text("[common]\ntarget = 'nowhere'\n", encoding="utf-8")
     for flags, said in (
-        ([], "--target is 'nowhere', where no bundle is"),
+        ([], f"--target is '{config.parent / 'nowhere'}', where no bundle is"),
         (["--cloud", "http://192.0.2.1:x"], "the cloud's address is 'http://192.0.2.1:x'"),
         (["--cloud", "http://127.0.0.1:8000", "--target", "x"], "leave one of them out"),
         (["--target", "x", "--key-file", "k"], "--target asks no other verifier, so --key-file would have no effect"),
