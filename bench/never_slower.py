@@ -12,7 +12,7 @@ mode back to back on the same prompts with the same seeds; tables show medians o
   computed       `outrider.export.report.simulation` with the ranks of these very texts and the times of this run;
                  share: measured over computed
 
-Nobody guesses by prompt lookup, which the simulation does not know; `bench.one_machine --served` has lookup's bound.
+Nobody guesses by prompt lookup, which the simulation does not know; `bench.one_machine --served` has the device's.
 
 Exits 1 when a bound is missed: 0.97 of cloud-only everywhere; tree 1.5 at 10 ms and 1.2 at 50 ms; tree over path 1.10
 at 25 ms, 1.15 at 50 ms, 1.10 at 100 ms; tree and path 0.9 of computed; every text the same. The goals against `beside`

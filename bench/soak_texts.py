@@ -188,7 +188,7 @@ class Traffic:
         self._turn = ledger.turn
         self._running: list[Attempt] = []
         self._fault: Strike | None = None
-        self._healed = "", 0  # the last fault, and what the agent had drafted until then
+        self._healed: tuple[str, int] | None = None  # the last fault, and what the agent had drafted until then
         self._is_over = False
         pairs = list(itertools.product(cases, WAYS))
         random.Random(len(pairs)).shuffle(pairs)
@@ -245,8 +245,10 @@ class Traffic:
         self._wait(lambda: not any(each.fault for each in self._running), f"after {fault.name}")
 
     def _settle(self) -> None:
-        name, before = self._healed
-        self._ledger.accepted[name] += self._accepted() - before
+        if self._healed is not None:
+            name, before = self._healed
+            self._ledger.accepted[name] += max(0, self._accepted() - before)  # less where the agent is a new process
+            self._healed = None
 
     def _accepted(self) -> int:
         return int(metrics_of(self._agent.url)["outrider_device_accepted_total"])

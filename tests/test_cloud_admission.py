@@ -146,22 +146,19 @@ def test_prompts_and_texts_are_charged_and_cached_tokens_are_not() -> None:
 
 
 def test_a_call_of_several_texts_is_admitted_once() -> None:
-    """All its prompts have to fit, or the bucket is full; the texts after the first go into debt."""
-    engine, clock, admission = admission_of(ring("tokens-per-minute=100"))
-
-    def submit(num_tokens: int, of_call: int | None) -> None:
-        admission.submit(request_of(range(num_tokens)), lambda event: None, Asked(clock.now), of_call=of_call)
-
-    submit(40, 150)
-    for _ in range(3):
-        submit(40, 0)
+    """All its prompts are taken together, or the bucket is full; further texts of a prompt go into debt."""
+    _, clock, admission = admission_of(ring("tokens-per-minute=100"))
+    admission.charge(OWNER, 150)
+    with pytest.raises(Throttled):  # a call that comes between two texts of that one
+        admission.charge(OWNER, 1)
+    admission.charge(OWNER, 40, may_owe=True)
+    clock.now += 60.0  # 100 less a debt of 90
     with pytest.raises(Throttled):
-        submit(1, None)
-    clock.now += 60.0  # 100 less a debt of 60
-    with pytest.raises(Throttled):
-        submit(20, 60)
-    submit(20, 40)
-    assert len(engine.taken) == 5
+        admission.charge(OWNER, 11)
+    admission.charge(OWNER, 10)
+    admission.charge(OWNER, -10, may_owe=True)
+    admission.charge(OWNER, 10)
+    admission.charge(ApiKey.plain(OTHER).digest, 1_000_000)
 
 
 def test_texts_of_one_prompt_fit_where_the_prompt_does() -> None:

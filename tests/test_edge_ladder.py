@@ -158,6 +158,18 @@ def test_only_the_drafting_thread_loads_a_model_and_a_failed_load_costs_no_text(
         assert set(loaders) == {THREAD_NAME} and first.calls == 0
 
 
+def test_a_model_that_is_not_loaded_yet_may_write_a_text_alone() -> None:
+    """Without lookup, and while the first model pauses: it is loaded when the text begins to draft."""
+    first, second = (OpenModel(fake_draft(agreement=1.0), None, Placement("openvino")) for _ in range(2))
+    drafts = DraftSequences(first, 1, is_looked_up=False, others=[LazyModel("another draft", lambda: second)])
+    drafts._pools[0].breaker.failed()
+    with drafts.lend(b"", [5, 6, 7, 8]) as loan:
+        assert loan.can_write and drafts.num_lent == 0 and loan.drafter is not None
+        loan.drafter.begin([5, 6, 7, 8], PARAMS)
+        assert drafts.num_lent == 1
+    drafts.close()
+
+
 def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:
     """It takes over with the whole text. While it has no room, the trial after its failure is left to others."""
     clock, words, rooms = Clock(), list[str](), [False]

@@ -89,7 +89,7 @@ def test_torch_refuses_what_it_cannot_do(tiny_model: Callable[[str], Path], tmp_
     model = tiny_model("llama")
     with pytest.raises(ConfigError, match="device is 'abacus'"):
         open_batch_runtime("torch", model, RuntimeOptions(device="abacus"))
-    with pytest.raises(ConfigError, match=r"'cuda:1'.* the first GPU .* set CUDA_VISIBLE_DEVICES=1"):
+    with pytest.raises(ConfigError, match=r"'cuda:1'.* the first GPU .* CUDA_VISIBLE_DEVICES"):
         open_batch_runtime("torch", model, RuntimeOptions(device="cuda:1"))
     with pytest.raises(ConfigError, match="dtype is 'int3'; the torch runtime takes f32, bf16, f16"):
         open_batch_runtime("torch", model, RuntimeOptions(properties={"dtype": "int3"}))

@@ -65,9 +65,24 @@ class Admission:
         self._lock = threading.Lock()
         self._open: dict[int, _Followed] = {}
 
-    def submit(self, request: GenerateRequest, sink: Sink, asked: Asked, *, of_call: int | None = None) -> int:
-        """As the engine's `submit`, for a request that asks for this. of_call: for the first of several texts of a
-        call, the tokens of all its prompts, which have to fit; 0 for the others, whose debt is paid later.
+    def charge(self, owner: bytes, num_tokens: int, *, may_owe: bool = False) -> None:
+        """Takes the tokens of prompts, or gives back where they are negative. may_owe: they need not be there.
+
+        Raises RequestError `tokens_exhausted` where they are not.
+        """
+        per_minute = self._per_minute(owner)
+        if per_minute is not None and may_owe:
+            self.budget.take(owner, num_tokens, per_minute)
+        elif per_minute is not None:
+            self.budget.admit(owner, num_tokens, per_minute)
+
+    def _per_minute(self, owner: bytes) -> int | None:
+        key = self._keys.of_owner(owner)
+        own = None if key is None else key.tokens_per_minute
+        return self._tokens_per_minute if own is None else own
+
+    def submit(self, request: GenerateRequest, sink: Sink, asked: Asked, *, is_charged: bool = False) -> int:
+        """As the engine's `submit`, for a request that asks for this. is_charged: its prompt is the caller's to charge.
 
         Raises RequestError as the engine does; also `unauthorized`, `tokens_exhausted`, `deadline_exceeded`,
         `steady_required`.
@@ -85,17 +100,12 @@ class Admission:
         priority = highest if asked.priority is None else min(highest, asked.priority)
         asker = replace(request.asker, priority=priority, deadline_ms=self._left_ms(asked))
         request = replace(request, asker=asker)
-        per_minute = self._tokens_per_minute
-        if key is not None and key.tokens_per_minute is not None:
-            per_minute = key.tokens_per_minute
+        per_minute = self._per_minute(owner)
         if key is None and per_minute is None and asked.entry is None:
             return self._engine.submit(request, sink)
         num_prompt = len(request.prompt)
-        if per_minute is not None:
-            if of_call == 0:
-                self.budget.take(owner, num_prompt, per_minute)
-            else:
-                self.budget.admit(owner, num_prompt, per_minute, of_call or 0)
+        if not is_charged:
+            self.charge(owner, num_prompt)
         if asked.entry is not None:
             asked.entry.num_sequences += 1
             asked.entry.num_prompt += num_prompt
@@ -103,8 +113,8 @@ class Admission:
         try:
             number = followed.number = self._engine.submit(request, followed)
         except BaseException:
-            if per_minute is not None:
-                self.budget.take(owner, -num_prompt, per_minute)
+            if not is_charged:
+                self.charge(owner, -num_prompt, may_owe=True)
             if asked.entry is not None:
                 asked.entry.num_sequences -= 1
                 asked.entry.num_prompt -= num_prompt

@@ -165,7 +165,7 @@ class Generation(CallTexts[_Sequence, Event]):
         super().__init__(owner, self.mailbox)
         self.core = core
         core.slots.take(owner, num_choices)
-        self._num_slots = num_choices
+        self._num_slots, self._num_charged = num_choices, 0
 
     async def submit(
         self,
@@ -188,7 +188,9 @@ class Generation(CallTexts[_Sequence, Event]):
                 assembler = style.assembler(tokenizer, prompt)
                 watch = SequenceWatch(self.core.metrics, scope, asked.arrived_s, len(self.choices))
                 self.choices.append(_Sequence(assembler, follower, len(prompt), recalled=each, watch=watch))
-        self._num_prompt = sum(len(leader.request.prompt) for leader in recalled)
+        num_prompts = sum(len(leader.request.prompt) for leader in recalled)
+        self.core.admission.charge(self.owner, num_prompts)  # at once: another call may come between two submissions
+        self._num_charged = num_prompts
         for index in range(0, len(self.choices), num_each):
             self._begin(index)
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
@@ -196,8 +198,12 @@ class Generation(CallTexts[_Sequence, Event]):
     def _begin(self, index: int) -> None:
         choice = self.choices[index]
         sink = choice.recalled.sink(self.mailbox.sink(index))
-        of_call = self._num_prompt if index == 0 else 0
-        choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, self._asked, of_call=of_call)
+        admission, request = self.core.admission, choice.recalled.request
+        choice.sequence_id = admission.submit(request, sink, self._asked, is_charged=True)
+        if index % self.num_each:
+            admission.charge(self.owner, len(request.prompt), may_owe=True)
+        else:
+            self._num_charged -= len(request.prompt)
         choice.has_begun = True
 
     def close(self) -> None:
@@ -205,6 +211,9 @@ class Generation(CallTexts[_Sequence, Event]):
         for choice in self.choices:
             if choice.sequence_id is not None and not choice.is_over:
                 self.core.engine.cancel(choice.sequence_id)
+        if self._num_charged:  # of prompts that were not begun
+            self.core.admission.charge(self.owner, -self._num_charged, may_owe=True)
+            self._num_charged = 0
         if self._num_slots:
             self.core.slots.release(self.owner, self._num_slots)
             self._num_slots = 0

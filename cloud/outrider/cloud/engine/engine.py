@@ -225,7 +225,7 @@ class Engine(Intake):
         sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs, judged))
         if reason:
             self._finish(sequence, reason)
-        elif self._drafting.may_wait(drafts):
+        elif not sequence.is_muted and self._drafting.may_wait(drafts):
             self._drafting.start_wait(drafts, now, crowding=self._scheduler.owners.crowding(sequence))
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
@@ -282,6 +282,7 @@ class Engine(Intake):
                 sequence.drafts = self._drafting.pending(
                     asker.client, old.committed, old.max_new, sequence.request.hints, num_own=old.num_own
                 )
+                sequence.drafts.waited_s = old.waited_s
 
     def _beside(self, began: float, size: StepSize, is_over: Callable[[], bool]) -> None:
         """What need not be done between two steps, while a device runs one that began at `began`: learns from the last

@@ -176,7 +176,7 @@ class Intake(EngineState):
         kept = len(sequence.tokens) - len(sequence.generated) + base
         sequence.tokens[kept:] = tokens
         request = sequence.request
-        sequence.drafts.rewind(base, tokens, self._own_sources(sequence.tokens))
+        sequence.drafts.rewind(base, tokens, () if sequence.is_muted else self._own_sources(sequence.tokens))
         sequence.sink = sink
         self._cache.cut(sequence, kept)
         if sequence.chooser is not None:

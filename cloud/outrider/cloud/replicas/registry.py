@@ -50,9 +50,9 @@ class SharedBudget(TokenBudget):
         self._noting = threading.Lock()
         self._charges: Charges = {}
 
-    def admit(self, owner: bytes, num_tokens: int, per_minute: int, num_wanted: int = 0) -> None:
+    def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """As TokenBudget's."""
-        super().admit(owner, num_tokens, per_minute, num_wanted)
+        super().admit(owner, num_tokens, per_minute)
         self._note(owner, num_tokens, per_minute)
 
     def take(self, owner: bytes, num_tokens: int, per_minute: int) -> None:

@@ -251,12 +251,12 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     """
     if core.is_draining:
         raise shutting_down()
-    facts = await core.target_facts(next(text.model for text in kept.values()))
     core.places.take(owner, 1)
     task = asyncio.current_task()
     assert task is not None
     core.tasks.add(task)
     try:
+        facts = await core.target_facts(next(text.model for text in kept.values()))
         choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
     except asyncio.CancelledError:
         if core.is_draining:

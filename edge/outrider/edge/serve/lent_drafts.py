@@ -114,6 +114,7 @@ class DraftSequences:
         if first is not None:
             self._pools[first].take(text, first, in_thread=False)
         has_model = bool(text.taken)
+        may_have_one = has_model or (first is not None and self._pools[first].model is None)
         rungs = [
             Rung(pool.words, partial(self._open, text, index), pool.breaker) for index, pool in enumerate(self._pools)
         ]
@@ -124,7 +125,7 @@ class DraftSequences:
         drafter = LadderDrafter(rungs, on_step=_note)
         # Nobody else uses these while they are lent: texts that run at the same time would spoil each other's figures.
         estimates = self._experience.pop() if self._experience and has_model else Estimates()
-        loan = Loan(drafter, estimates, can_write=has_model or self._is_looked_up)
+        loan = Loan(drafter, estimates, can_write=may_have_one or self._is_looked_up)
         try:
             yield loan
         finally:
@@ -198,7 +199,12 @@ class _Pool:
         text waits for one that is not in memory.
         """
         if in_thread:
-            self.load()  # takes long, so without the lock
+            try:
+                self.load()  # takes long, so without the lock
+            except BaseException:
+                with self._lock:
+                    self.waiting.pop(text, None)
+                raise
         with self._lock:
             if text.is_over:
                 return None

@@ -109,12 +109,9 @@ class TokenBudget(Buckets):
     may exceed that: the debt is paid before the owner's next request.
     """
 
-    def admit(self, owner: bytes, num_tokens: int, per_minute: int, num_wanted: int = 0) -> None:
-        """Takes a prompt's tokens. Raises RequestError 429 `tokens_exhausted`, and takes none, if it does not fit.
-
-        num_wanted: that have to fit, where they are more: all prompts of a call.
-        """
-        least = min(max(num_tokens, num_wanted), per_minute)
+    def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
+        """Takes a prompt's tokens. Raises RequestError 429 `tokens_exhausted`, and takes none, if it does not fit."""
+        least = min(num_tokens, per_minute)
         level = self.spend(owner, num_tokens, per_minute / 60.0, per_minute, least)
         if level < least:
             wait_s = max(1, math.ceil((least - level) * 60.0 / per_minute))

@@ -52,7 +52,7 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"device is {name!r}; expected a torch device such as cpu or cuda:0") from error
     if device.type == "cuda" and device.index:
         why = f"device is {name!r}, and the torch runtime takes the first GPU that its process sees"
-        raise ConfigError(f"{why}; give cuda, and set CUDA_VISIBLE_DEVICES={device.index}")
+        raise ConfigError(f"{why}; give cuda, and name the GPU by CUDA_VISIBLE_DEVICES")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeUnavailable(f"torch {torch.__version__} sees no CUDA device for {name!r}")
     return device
