@@ -59,7 +59,8 @@ def _halve(model: Any) -> Any:
     Their rounding, multiplied by the position, would turn the angles by tenths of a radian after some thousand tokens,
     where no check of a short text looks.
     """
-    frequencies = {name: values for name, values in model.named_buffers() if name.endswith("inv_freq")}
+    buffers = model.named_buffers(remove_duplicate=False)
+    frequencies = {name: values for name, values in buffers if name.endswith("inv_freq")}
     model.half()
     for name, values in frequencies.items():
         place, _, own = name.rpartition(".")
