@@ -128,8 +128,10 @@ def test_the_command_line_refuses_them_where_they_have_no_effect(tmp_path: Path)
     """By name: with the embedded engine, and in front of another verifier."""
     with pytest.raises(ConfigError, match=r"--lora is for --engine vllm"):
         open_target(ServeOptions("reference", lora=[f"a={tmp_path}"]))
-    with pytest.raises(ConfigError, match=r"--lora has no effect on the upstream"):
-        open_target(ServeOptions("b", engine=EngineName.VLLM, lora=["a=b"], upstream="http://127.0.0.1:1"))
+    others: dict[str, Any] = {"steady": True, "allow_tolerance": True, "spill_dir": tmp_path}
+    for name, value in ({"lora": ["a=b"]} | others).items():
+        with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} has no effect on the upstream"):
+            open_target(ServeOptions("b", engine=EngineName.VLLM, upstream="http://127.0.0.1:1", **{name: value}))
 
 
 # -- what is kept apart ------------------------------------------------------------------------------------------------

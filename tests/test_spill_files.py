@@ -202,6 +202,8 @@ def test_a_runtime_without_blocks_is_refused_by_name(place: Path) -> None:
         Engine(FakeBatchRuntime(), EngineConfig(spill=SpillConfig(place, "t", type=SpillType.FP8)))
     with pytest.raises(ConfigError, match="--spill-dir keeps the embedded engine's KV cache"):
         VllmTarget(ServeOptions("b", engine=EngineName.VLLM, spill_dir=place))
+    with pytest.raises(ConfigError, match="leave --allow-tolerance out"):
+        VllmTarget(ServeOptions("b", engine=EngineName.VLLM, allow_tolerance=True))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def export_reference_target() -> Path:
 
 _CUDA_STEP_TOKENS: Final = 2048
 """A prompt's chunk. A GPU computes some hundred tokens in the time that it reads the weights in."""
+_SPILL_MB: Final = 1024
 
 
 class BundleTarget(Target):
@@ -97,9 +98,9 @@ def _config(options: ServeOptions, target: str, step_tokens: int | None = None) 
         spill = SpillConfig(
             options.spill_dir,
             f"{target} {instruction_set()}",
-            options.spill_mb << 20,
+            (options.spill_mb or _SPILL_MB) << 20,
             always=options.ray,  # replicas find each other's
-            type=options.spill_type,
+            type=options.spill_type or SpillType.EXACT,
         )
     return EngineConfig(
         max_running=options.max_running,
@@ -149,7 +150,7 @@ def _is_batch_invariant(options: ServeOptions, kind: str, device: str) -> bool:
             raise ConfigError(
                 "--tree tree gives up logits that are bitwise equal in all steps; leave it or --exact out"
             )
-        if options.spill_type is not SpillType.EXACT:
+        if options.spill_type not in (None, SpillType.EXACT):
             raise ConfigError(
                 f"--spill-type {options.spill_type.value} rounds what texts go on from; leave it or --exact out"
             )

@@ -231,13 +231,13 @@ class ServeOptions(AccessOptions):
         ),
     ] = None
     spill_type: Annotated[
-        SpillType,
+        SpillType | None,
         typer.Option(
-            help="exact: bit for bit; fp16, fp8: rounded within a checked bound, so texts that continue a prefix from "
-            "--spill-dir are no longer exactly the target's."
+            help="exact, the default: bit for bit; fp16, fp8: rounded within a checked bound, so texts that continue a "
+            "prefix from --spill-dir are no longer exactly the target's."
         ),
-    ] = SpillType.EXACT
-    spill_mb: Annotated[int, typer.Option(min=1, help="Size of --spill-dir, MiB.")] = 1024
+    ] = None
+    spill_mb: Annotated[int | None, typer.Option(min=1, help="Size of --spill-dir, MiB; default: 1024.")] = None
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 32
     max_sessions: Annotated[int, typer.Option(min=1, help="Open sessions and completions per key.")] = 256
     policy: Annotated[

@@ -55,9 +55,12 @@ def serve(options: ServeOptions) -> int:
 
     Raises OutriderError for what the user can put right.
     """
-    for name in ("replicas", "gpus_per_replica"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is for replicas; give --ray too")
+    for name, (needed, is_there) in {
+        **dict.fromkeys(("replicas", "gpus_per_replica"), ("--ray", options.ray)),
+        **dict.fromkeys(("spill_mb", "spill_type"), ("--spill-dir", options.spill_dir is not None)),
+    }.items():
+        if getattr(options, name) is not None and not is_there:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {needed}; give that too")
     with takes_hangups() as hangups:
         configure_logging(options.log_format)
         bound_heaps()
@@ -144,12 +147,19 @@ def open_target(options: ServeOptions) -> Target:
 
         if options.ray:
             raise ConfigError("--upstream is for one server; leave out --ray, or put the replicas upstream")
-        if options.lora:
-            raise ConfigError("--lora has no effect on the upstream verifier's text; leave out --upstream, or --lora")
         if options.exact is not None:
             raise ConfigError("--exact is the upstream verifier's choice, whose text it is; leave it out here")
-        if options.steady:
-            raise ConfigError("--steady has no effect on what goes upstream; leave out --upstream, or --steady")
+        no_effect = {
+            "--lora": options.lora,
+            "--steady": options.steady,
+            "--allow-tolerance": options.allow_tolerance,
+            "--spill-dir": options.spill_dir,
+        }
+        for option, is_given in no_effect.items():
+            if is_given:
+                raise ConfigError(
+                    f"{option} has no effect on the upstream verifier's text; leave out --upstream, or {option}"
+                )
         return CascadeTarget(_own_target(replace(options, name=None)), options.upstream, upstream_key(), options.name)
     return _own_target(options)
 

@@ -166,6 +166,9 @@ def _refuse_what_is_not_bitwise(path: Path, given: VllmOptions, config: dict[str
 def _refuse_others(options: ServeOptions) -> None:
     """Raises ConfigError for options of the embedded engine."""
     refusals = {
+        "vLLM judges drafts by its own pick alone; leave --allow-tolerance out with --engine vllm": (
+            options.allow_tolerance
+        ),
         "--device is for the embedded engine; vLLM runs on what its build is for: leave it out": options.device,
         "vLLM verifies one path a step; leave --tree out with --engine vllm": options.tree.value == "tree",
         "--spill-dir keeps the embedded engine's KV cache; leave it out with --engine vllm": options.spill_dir,
