@@ -105,6 +105,8 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
     assert path.read_text() == f"# ours\n{ALICE}\n"
     with pytest.raises(ConfigError, match="no key with the name"):
         remove_key(path, "team-a")
+    with pytest.raises(ConfigError, match=r"the last key of .*; add another first"):
+        remove_key(path, ApiKey.plain(ALICE).name)  # a server would go on with it
     assert [each.name for each in tmp_path.iterdir()] == ["keys"]
     assert new_key() != new_key()
 

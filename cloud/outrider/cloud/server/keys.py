@@ -100,11 +100,16 @@ def add_key(path: Path, key: ApiKey) -> None:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Removes the key with this name. Raises ConfigError if there is none."""
+    """Removes the key with this name. Raises ConfigError if there is none, or no other.
+
+    A running server would take a file without keys for a broken one, and go on with the key.
+    """
     with _changed(path) as (lines, keys):
         if all(each.name != name for each in keys):
             names = ", ".join(each.name for each in keys)
             raise ConfigError(f"{path} has no key with the name {name}; expected one of {names}")
+        if len(keys) == 1:
+            raise ConfigError(f"{name} is the last key of {path}, which a server needs; add another first")
         lines[:] = [line for line in lines if not _is_key(line) or ApiKey.parse(line.strip()).name != name]
 
 
