@@ -80,7 +80,7 @@ def _nodes_per_joule(drafter: Drafter, size: int, meter: EnergyMeter | str) -> f
     if isinstance(meter, str):
         return None
     num_nodes, began, span = 0, time.perf_counter(), EnergySpan(meter)
-    while time.perf_counter() - began < ENERGY_S:
+    while not num_nodes or time.perf_counter() - began < ENERGY_S:
         for first in (1, 1 + size):  # other nodes than in the call before
             drafter.guess(_siblings(size, first), 2)
             num_nodes += size
