@@ -27,6 +27,8 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 interpreter._patch_builtin = _patch_builtin
+# Without `debug` what this computes is dropped: a quarter of a kernel's time.
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @contextmanager
