@@ -20,10 +20,10 @@ _BUILTINS = {
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """As Triton's own, which looks through all names of a package at each call of a kernel's function."""
-    for name in _BUILTINS[package]:
-        member = getattr(package, name)
-        if language.core.is_builtin(member):  # not yet patched
-            interpreter._patch_attr(package, name, member, builder, scope)
+    names = _BUILTINS[package]
+    if language.core.is_builtin(getattr(package, names[0])):  # else all are patched: a kernel calls the function
+        for name in names:
+            interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
 
 
 interpreter._patch_builtin = _patch_builtin
