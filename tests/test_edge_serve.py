@@ -38,6 +38,8 @@ from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
 from outrider.models.http.security import KeyRing
+from outrider.models.process.extras import is_installed
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
 FACTS = ModelFacts(
@@ -271,6 +273,26 @@ async def test_chats_that_a_verifier_never_renders_take_their_clients_places_onl
             for each in chats:
                 each.cancel()
         local.wait_until(local.is_at_rest)
+
+
+@pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
+def test_a_prompt_with_passages_has_special_tokens_as_its_request_says(
+    local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without passages."""
+    special, encode = list[bool](), Tokenizer.encode
+
+    def noted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text.endswith(PROMPT):
+            special.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    documents = [{"text": "to verify tokens and drafts"}]
+    for asked, adds in (({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)):
+        assert local.post(body(1, documents=documents, **asked))["passages"]
+        assert special == [adds, adds]  # the prompt alone, and with its passages
+        special.clear()
 
 
 def test_a_client_that_leaves_before_its_text_begins_frees_its_place(

@@ -120,10 +120,14 @@ def local_routes(core: LocalCore) -> list[Route]:
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
 
         async def encode() -> Encoded:
-            if sources is None or body.suffix:
+            texts = [each for each in prompts if isinstance(each, str)]
+            # Of a prompt that is cut, passages would be the first to go.
+            if sources is None or body.suffix or body.truncate_prompt_tokens or not texts:
                 limit = facts.max_positions - 1
-                return await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body), None
-            return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
+                ids = await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body)
+                return ids, None if sources is None else [Grounding() for _ in ids]
+            is_special = body.add_special_tokens is not False
+            return await core.workers.run(owner, ground_prompts, sources, texts, facts, max_tokens, is_special)
 
         return await _answer(core, request, body, facts, len(prompts), encode, max_tokens)
 
