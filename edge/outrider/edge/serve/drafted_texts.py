@@ -69,6 +69,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         self.answer_id = ""
         self.model: str | None = None  # as the request names it
         self.adapter: str | None = None
+        self.arrived_s = time.monotonic()  # of the request
         core.places.take(owner, num_choices)
         self._num_places = num_choices
 
@@ -133,7 +134,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
     async def _generate(self, index: int, choice: _Text) -> None:
         core, metrics, request = self.core, self.core.metrics, choice.request
         tokens: list[int] = []
-        timer = metrics.commit_timer(time.monotonic())
+        timer = metrics.commit_timer(self.arrived_s)
 
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)

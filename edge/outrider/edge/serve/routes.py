@@ -7,6 +7,7 @@ template: no template that a server sends runs here.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -102,7 +103,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     """All routes."""
 
     async def complete(request: Request) -> Response:
-        owner = owner_of(request)
+        owner, arrived_s = owner_of(request), time.monotonic()
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
         facts = await core.facts_or_draft(body.model)
         prompts = body.prompts()
@@ -129,10 +130,10 @@ def local_routes(core: LocalCore) -> list[Route]:
             is_special = body.add_special_tokens is not False
             return await core.workers.run(owner, ground_prompts, sources, texts, facts, max_tokens, is_special)
 
-        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens)
+        return await _answer(core, request, arrived_s, body, facts, len(prompts), encode, max_tokens)
 
     async def chat(request: Request) -> Response:
-        owner = owner_of(request)
+        owner, arrived_s = owner_of(request), time.monotonic()
         body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
         facts = await core.facts_or_draft(body.model)
         if not facts.has_chat_template:
@@ -153,7 +154,7 @@ def local_routes(core: LocalCore) -> list[Route]:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
-        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions)
+        return await _answer(core, request, arrived_s, body, facts, 1, encode, max_tokens or facts.max_positions)
 
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
@@ -224,6 +225,7 @@ def local_routes(core: LocalCore) -> list[Route]:
 async def _answer(
     core: LocalCore,
     request: Request,
+    arrived_s: float,
     body: openai.GenerationRequest,
     facts: ModelFacts,
     num_prompts: int,
@@ -272,7 +274,7 @@ async def _answer(
             echoed = await core.workers.run(owner, echoes, body, core.tokenizer, prompts)
         look = look_of(body, style, core.tokenizer, prompts, echoed)
         shape: Shape = make(facts.name, params.seed, facts.target, look)
-        texts.answer_id, texts.model = shape.id, body.model
+        texts.answer_id, texts.model, texts.arrived_s = shape.id, body.model, arrived_s
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
