@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.agents import SURE, Clock
+from tests.agents import SURE, Clock, free_port, proxy_to
 from tests.commands import KEY, OTHER_KEY
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.local_endpoint import (
@@ -23,6 +23,7 @@ from tests.local_endpoint import (
     LocalEndpoint,
     body,
     chunks_of,
+    documents_of,
     expected,
     fake_draft,
     on_drafts,
@@ -33,7 +34,7 @@ from tests.serving import FakeServer, StepGate, bearer, fake_tokenizer, serve_fa
 
 from outrider.edge.serve import routes
 from outrider.edge.serve import upstream as upstream_module
-from outrider.edge.serve.state import LocalSettings
+from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
@@ -97,6 +98,25 @@ def test_a_stop_string_ends_the_text_and_its_session(cloud: FakeServer, local: L
     again = local.post(long | {"stop": whole["choices"][0]["text"][9:12]})
     assert again["choices"][0]["finish_reason"] == "stop"
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= again["usage"]["prompt_tokens"] // 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"skip_special_tokens": False}])
+def test_a_text_without_a_cloud_is_kept_up_to_its_stop_string(fields: dict[str, Any]) -> None:
+    """A cloud can verify it later, also by a session that does not end at the stop string."""
+    full, port = expected(), free_port()
+    drafts = {"runtime": fake_draft(agreement=1.0), "offline": OfflineSettings("a-fake-draft", 4096)}
+    with (
+        serve_fake(config=SURE) as cloud,
+        serve_local(f"http://127.0.0.1:{port}", DRAFTS, **drafts) as local,  # type: ignore[arg-type]
+    ):
+        asked = body(3000, stop=full[9:12], **fields)
+        found, text = documents_of(httpx.post(f"{local.url}/v1/completions", json=asked, timeout=60.0))
+        local.wait_until(local.is_at_rest)
+        with proxy_to(cloud.url, listen_port=port):
+            (checked,) = local.post({"id": found[0]["id"]}, "/v1/outrider/verify")["choices"]
+    assert text == checked["text"] == full[: full.index(full[9:12])]
+    assert checked["is_same"] and checked["finish_reason"] == "stop"
+    assert 0 < checked["confirmed_tokens"] < 12 and not checked["replaced_tokens"]
 
 
 def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
