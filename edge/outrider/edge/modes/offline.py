@@ -219,6 +219,8 @@ class OfflineWriter:
             return "stop"
         if len(tokens) >= request.max_tokens:
             return "length"
+        if tokens and request.left_ms <= 0.0:
+            return "deadline"
         is_full = self.max_positions is not None and len(request.prompt) + len(tokens) >= self.max_positions
         return "context" if is_full else None
 

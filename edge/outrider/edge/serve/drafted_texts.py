@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -72,6 +73,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         self.model: str | None = None  # as the request names it
         self.adapter: str | None = None
         self.arrived_s = time.monotonic()  # of the request
+        self.no_store = False  # as in ClientOptions
         core.places.take(owner, num_choices)
         self._num_places = num_choices
 
@@ -179,7 +181,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         return self.core.drafts.lend(self.owner, request.prompt)
 
     def _endpoints(self) -> Endpoints:
-        return self.core.upstream.endpoints(model=self.adapter)
+        return self.core.upstream.endpoints(no_store=self.no_store, model=self.adapter)
 
     def _watch(self, agent: StreamAgent) -> None:
         pass
@@ -209,7 +211,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
             began = core.upstream.origin(facts).began if text.verified else None
             # Nobody else has the draft's name.
             model = self.model if facts is not core.draft_facts or self.model != facts.name else None
-            kept = KeptText(choice.request, tuple(text.verified), local, began, choice.style, model)
+            request = replace(choice.request, due_s=math.inf)  # the client asks for the check when it likes
+            kept = KeptText(request, tuple(text.verified), local, began, choice.style, model, self.no_store)
             core.unverified.keep(self.answer_id, self.owner, index, kept)
 
     def close(self) -> None:
@@ -255,8 +258,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
             self.reader.poke()
 
 
-async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAnswer) -> VerifiedAnswer:
-    """The target's text of each choice, one after the other, and how far the draft's agrees.
+async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAnswer, no_store: bool) -> VerifiedAnswer:
+    """The target's text of each choice, one after the other, and how far the draft's agrees. no_store: of this check.
 
     Raises RequestError 429 or 503 where no place is free or the server ends, CloudError where no cloud answers.
     """
@@ -268,7 +271,7 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     core.tasks.add(task)
     try:
         facts = await core.target_facts(next(text.model for text in kept.values()))
-        choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
+        choices = [await _verify(core, owner, index, text, facts, no_store) for index, text in sorted(kept.items())]
     except asyncio.CancelledError:
         if core.is_draining:
             raise shutting_down() from None
@@ -279,13 +282,16 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
 
 
-async def _verify(core: LocalCore, owner: bytes, index: int, text: KeptText, facts: ModelFacts) -> VerifiedChoice:
+async def _verify(
+    core: LocalCore, owner: bytes, index: int, text: KeptText, facts: ModelFacts, no_store: bool
+) -> VerifiedChoice:
     kept, request = text.rest(facts.target)
     new: tuple[int, ...] = ()
     reason = "length"
     if request is not None:
         with core.drafts.lend(owner, request.prompt) as loan:
-            agent = core.stream_agent(core.upstream.endpoints(model=facts.adapter), loan)
+            endpoints = core.upstream.endpoints(no_store=no_store or text.no_store, model=facts.adapter)
+            agent = core.stream_agent(endpoints, loan)
             result = await agent.generate(request, None, core.upstream.origin(facts))
             loan.has_failed = result.draft_error is not None
             loan.text = [*request.prompt, *result.tokens]

@@ -7,6 +7,7 @@ template: no template that a server sends runs here.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -35,7 +36,7 @@ from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer
-from outrider.models.http.bodies import owner_of, read_body, sampling_of
+from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import (
     Dialect,
     chat_style,
@@ -161,7 +162,9 @@ def local_routes(core: LocalCore) -> list[Route]:
         body = await core.bodies.parse(owner, VerifyAnswerRequest, await read_body(request.receive))
         with core.unverified.checking(body.id, owner) as kept:
             try:
-                verified = await _while_connected(request, verify_answer(core, owner, body.id, kept))
+                verified = await _while_connected(
+                    request, verify_answer(core, owner, body.id, kept, is_no_store(request))
+                )
             except OutriderError as error:
                 raise core.request_error(error) from None
         return _json(verified)
@@ -265,6 +268,8 @@ async def _answer(
                 stop=tuple(body.stop_strings) if cut.is_plain else (),
                 num_logprobs=engine_logprobs(body),
                 prediction=prediction,
+                priority=body.priority,
+                due_s=math.inf if body.deadline_ms is None else arrived_s + body.deadline_ms / 1e3,
             )
             for prompt in prompts
         ]
@@ -275,6 +280,7 @@ async def _answer(
         look = look_of(body, style, core.tokenizer, prompts, echoed)
         shape: Shape = make(facts.name, params.seed, facts.target, look)
         texts.answer_id, texts.model, texts.arrived_s = shape.id, body.model, arrived_s
+        texts.no_store = is_no_store(request)
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]

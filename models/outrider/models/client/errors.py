@@ -135,6 +135,8 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     code, message = short(error.code), short(error.message)
     if code == "tokenizer_mismatch":
         return TokenizerMismatch(message)
+    if code == "deadline_exceeded":
+        return RequestError(code, message, status=504, origin=url)
     if code == "model_not_found" or (code == "invalid_parameter" and error.param == "model"):  # an older server's
         return EndpointUnfit(f"{url} does not serve the model that was asked for: {message}")
     if status == 404 and code in _NO_PATH:
