@@ -306,6 +306,46 @@ async def test_a_fallback_that_answers_at_once_is_no_lost_connection() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_key_that_one_endpoint_refuses_is_tried_at_the_next(mode: Mode, status: int) -> None:
+    """At the beginning and in the middle of a text. Only where none takes it the refusal is the text's."""
+    troubles, asked = list[str](), list[str]()
+
+    def refused(request: httpx.Request) -> httpx.Response:
+        error = ErrorBody(code="unauthorized", message="no")
+        return httpx.Response(status, text=ErrorAnswer(error=error).model_dump_json())
+
+    def writing(token: int) -> Answer:
+        def answer(request: httpx.Request) -> httpx.Response:
+            if mode is Mode.STREAM:
+                return session(opened(), Commit(base=0, tokens=[token]))(request)
+            verified = VerifyAnswer(results=[VerifyResult(tokens=[token], accepted=0)])
+            return httpx.Response(200, text=verified.model_dump_json())
+
+        return answer
+
+    async def text(one: list[Answer], two: list[Answer], num_tokens: int = 2) -> GenerationResult:
+        def play(answers: list[Answer]) -> Answer:
+            def next_answer(request: httpx.Request) -> httpx.Response:
+                asked.append(request.url.host)
+                return answers.pop(0)(request)
+
+            return next_answer
+
+        clients = [scripted_client(play(each), f"http://{name}") for name, each in (("one", one), ("two", two))]
+        request = GenerationRequest(PROMPT, max_tokens=num_tokens)
+        return await generate(clients, request, mode=mode, on_trouble=troubles.append)
+
+    assert (await text([refused], [writing(6)], 1)).tokens == (6,) and asked == ["one", "two"]
+    assert "http://one" in troubles[0] and troubles[0].endswith(". Trying http://two.") and ".." not in troubles[0]
+    assert (await text([writing(5), refused], [unreachable, writing(6)])).tokens == (5, 6)
+    for before in list[Answer](), [writing(5)]:
+        with pytest.raises(RequestError) as error:
+            await text([*before, refused], [refused])
+        assert (error.value.code, error.value.status) == ("unauthorized", status)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_another_endpoint_has_round_trips_of_its_own(mode: Mode) -> None:
     """After 24 posts over 5 ms, a session 150 ms away is neither announced nor planned with 5; the way back is."""
     near, far = "http://near", "http://far"

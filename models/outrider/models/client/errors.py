@@ -5,7 +5,8 @@ CloudError
     ├── EndpointWrong     its address or its certificate is wrong: one that never answered is tried elsewhere only
     └── EndpointUnfit     cannot go on with this text: try elsewhere only
         ├── ProtocolBroken    its answer is none of this protocol, or beyond its bounds
-        └── TargetMismatch    it serves another target than the one that began the text
+        ├── TargetMismatch    it serves another target than the one that began the text
+        └── KeyRefused        it refuses this device's key
 """
 
 from __future__ import annotations
@@ -70,6 +71,14 @@ class ProtocolBroken(EndpointUnfit):
 
 class TargetMismatch(EndpointUnfit):
     """The server has another target than the one that began the text, so its tokens would be another text's."""
+
+
+class KeyRefused(EndpointUnfit):
+    """The server refuses this device's key or address. refusal: in its words."""
+
+    def __init__(self, refusal: RequestError) -> None:
+        super().__init__(str(refusal).rstrip("."), status=refusal.status)
+        self.refusal = refusal
 
 
 def lost(url: str, error: httpx.TransportError | ssl.SSLError, *, is_answering: bool = False) -> EndpointLost:
