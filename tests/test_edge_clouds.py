@@ -6,21 +6,24 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.agents import SURE, Clock, proxy_to
-from tests.commands import KEY, Outrider
-from tests.local_endpoint import DRAFTS, PROMPT, LocalEndpoint, expected, serve_local
+from tests.commands import KEY, OTHER_KEY, Outrider
+from tests.local_endpoint import DRAFTS, MESSAGES, PROMPT, LocalEndpoint, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import VerifierClient
-from outrider.models.client.errors import EndpointLost, TargetMismatch
-from outrider.models.wire.protocol import ReadyAnswer
+from outrider.models.client.errors import EndpointLost, KeyRefused, TargetMismatch
+from outrider.models.errors import RequestError
+from outrider.models.http.security import KeyRing
+from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 
@@ -107,6 +110,20 @@ class Pauses:
         return await self._waiting.get()
 
 
+class Guarded(Cloud):
+    """One that asks for a key, but not for its readiness."""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        answer = super().__call__(request)
+        facts = ModelFacts(
+            name="m", tokenizer="t", vocab_size=9, max_positions=9, eos_token_ids=[0], has_chat_template=False
+        )
+        is_open = request.url.path == "/health/ready"
+        return answer if is_open else httpx.Response(self.status, text=facts.model_dump_json())
+
+    status = 401
+
+
 def fleet_of(clock: Clock, sleep: Any = asyncio.sleep, words: list[str] | None = None, **clouds: Cloud) -> Fleet:
     urls = {"a": A, "b": B, "c": C}
     clients = [VerifierClient(urls[name], transport=httpx.MockTransport(cloud)) for name, cloud in clouds.items()]
@@ -173,6 +190,24 @@ async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> N
     assert pauses.lengths[1] > pauses.lengths[0] > 0.0
     fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
     assert not fleet.is_down(B)
+    await fleet.aclose()
+
+
+async def test_a_cloud_that_refuses_the_key_is_left_out_until_it_takes_it() -> None:
+    """Its readiness, which needs no key, does not bring it back, and no text is spent on that."""
+    clock, words = Clock(), list[str]()
+    pauses, guarded = Pauses(clock), Guarded(clock)
+    fleet = fleet_of(clock, pauses, words, a=guarded, b=Cloud(clock))
+    fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
+    assert order(fleet) == [B, A] and words == [f"Set a key. {A} is left out until it answers."]
+    (await pauses.next()).set_result(None)
+    second = await pauses.next()
+    assert fleet.is_down(A) and guarded.num_looks == 2
+    back, guarded.status = asyncio.Event(), 200
+    fleet._on_change = lambda said: back.set()
+    second.set_result(None)
+    await back.wait()
+    assert order(fleet) == [A, B]
     await fleet.aclose()
 
 
@@ -250,6 +285,26 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
                 assert "127.0.0.1" not in str(ready["clouds"])
     outages = [record for record in caplog.records if "is left out" in record.getMessage()]
     assert outages and any("is back" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.usefixtures("by_preference")
+def test_texts_and_chats_go_where_the_devices_key_is_taken(tmp_path: Path) -> None:
+    """Although the preferred cloud is ready; once it knows the key it is preferred again."""
+    (file := tmp_path / "keys").write_text(KEY)
+    with (
+        serve_fake(ServerSettings(keys := KeyRing.load(file))) as first,
+        serve_fake() as second,
+        serve_local([first.url, second.url], DRAFTS, api_key=OTHER_KEY) as local,
+    ):
+        for _ in range(2):
+            assert local.text(8) == expected(PROMPT, 8)
+        chat = local.post({"messages": MESSAGES, "max_tokens": 1}, "/v1/chat/completions")
+        fleet = local.core.upstream.fleet
+        assert chat["choices"] and fleet.is_down(first.url) and not first.runtime.num_steps
+        file.write_text(f"{KEY}\n{OTHER_KEY}")
+        keys.reload()
+        local.wait_until(lambda: not fleet.is_down(first.url))
+        assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps
 
 
 @pytest.mark.usefixtures("by_preference")

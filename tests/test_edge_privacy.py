@@ -78,12 +78,13 @@ def test_2_drafts_are_ids_with_levels(wire: Wire) -> None:
 
 
 def test_3_a_chat_sends_its_conversation_to_be_rendered(local: LocalEndpoint, wire: Wire) -> None:
-    """As text, and nothing else of the request."""
-    messages = [{"role": "user", "content": "zanzibar"}]
+    """As text, in no more bytes than the client's, and nothing else of the request."""
+    messages = [{"role": "user", "content": "zanzibar, Занзибар, 桑给巴尔"}]
     post(local, "/v1/chat/completions", messages=messages, max_tokens=4, user="someone", metadata={"a": "b"})
     (rendered,) = wire.to("POST /v1/render")
     assert json.loads(rendered)["messages"] == messages
     assert set(json.loads(rendered)) == {"messages", "chat_template_kwargs", "tokenizer"}
+    assert messages[0]["content"].encode() in rendered
     assert b"someone" not in wire.bytes and b"zanzibar" not in wire.to("POST /v1/sessions")[0]
 
 

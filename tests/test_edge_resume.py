@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,8 +28,8 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
-from outrider.models.errors import CloudError
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.models.errors import CloudError, RequestError
+from outrider.models.wire.protocol import Commit, ErrorAnswer, ErrorBody, SessionEnd, SessionOpen, SessionRequest, Usage
 from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
 EOS = 9
@@ -208,6 +209,34 @@ async def test_an_endpoint_that_stays_away_is_given_up(
     assert least_s <= clock.now <= most_s and max(clock.pauses) == (2.0 if begun else clock.pauses[-1])
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_text_ends_at_its_deadline_with_what_it_has(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has what is left of it. A text that has not begun is refused, and is asked for no more."""
+    clock, asked = Clock(), list[dict[str, Any]]()
+    monkeypatch.setattr("outrider.edge.results.time", SimpleNamespace(monotonic=clock))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        clock.now += 40.0
+        if is_late:
+            error = ErrorBody(code="deadline_exceeded", message="too late")
+            return httpx.Response(504, text=ErrorAnswer(error=error).model_dump_json())
+        if mode is Mode.STREAM:
+            return session(opened(), Commit(base=0, tokens=[5]))(request)
+        return httpx.Response(200, text=VerifyAnswer(results=[VerifyResult(tokens=[5], accepted=0)]).model_dump_json())
+
+    is_late, request = False, GenerationRequest(PROMPT, max_tokens=9, priority=-7, due_s=100.0)
+    result = await generate([scripted_client(answer)], request, mode=mode)
+    assert (result.tokens, result.finish_reason) == ((5, 5, 5), "deadline")
+    assert [(each["priority"], each["deadline_ms"]) for each in asked] == [(-7, 100e3), (-7, 60e3), (-7, 20e3)]
+    is_late = True
+    for due_s in (200.0, 100.0):  # the server's refusal, and the device's own
+        with pytest.raises(RequestError) as refused:
+            await generate([scripted_client(answer)], replace(request, due_s=due_s), mode=mode)
+        assert (refused.value.code, refused.value.status) == ("deadline_exceeded", 504)
+    assert len(asked) == 4
+
+
 def refusing(num_refused: int) -> Answer:
     """A server that refuses so many connections, then serves a text of one token."""
     return Script(*[unreachable] * num_refused, session(opened(), Commit(base=0, tokens=[5]), ended()))
@@ -274,6 +303,46 @@ async def test_a_fallback_that_answers_at_once_is_no_lost_connection() -> None:
     result = await from_two(request, Script(cut, unreachable), Script(unreachable, rest))
     assert result.tokens == (5, 6) and result.num_sessions == 2
     assert "the connection was lost and resumed 1 time" in summary_lines(result)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_key_that_one_endpoint_refuses_is_tried_at_the_next(mode: Mode, status: int) -> None:
+    """At the beginning and in the middle of a text. Only where none takes it the refusal is the text's."""
+    troubles, asked = list[str](), list[str]()
+
+    def refused(request: httpx.Request) -> httpx.Response:
+        error = ErrorBody(code="unauthorized", message="no")
+        return httpx.Response(status, text=ErrorAnswer(error=error).model_dump_json())
+
+    def writing(token: int) -> Answer:
+        def answer(request: httpx.Request) -> httpx.Response:
+            if mode is Mode.STREAM:
+                return session(opened(), Commit(base=0, tokens=[token]))(request)
+            verified = VerifyAnswer(results=[VerifyResult(tokens=[token], accepted=0)])
+            return httpx.Response(200, text=verified.model_dump_json())
+
+        return answer
+
+    async def text(one: list[Answer], two: list[Answer], num_tokens: int = 2) -> GenerationResult:
+        def play(answers: list[Answer]) -> Answer:
+            def next_answer(request: httpx.Request) -> httpx.Response:
+                asked.append(request.url.host)
+                return answers.pop(0)(request)
+
+            return next_answer
+
+        clients = [scripted_client(play(each), f"http://{name}") for name, each in (("one", one), ("two", two))]
+        request = GenerationRequest(PROMPT, max_tokens=num_tokens)
+        return await generate(clients, request, mode=mode, on_trouble=troubles.append)
+
+    assert (await text([refused], [writing(6)], 1)).tokens == (6,) and asked == ["one", "two"]
+    assert "http://one" in troubles[0] and troubles[0].endswith(". Trying http://two.") and ".." not in troubles[0]
+    assert (await text([writing(5), refused], [unreachable, writing(6)])).tokens == (5, 6)
+    for before in list[Answer](), [writing(5)]:
+        with pytest.raises(RequestError) as error:
+            await text([*before, refused], [refused])
+        assert (error.value.code, error.value.status) == ("unauthorized", status)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -318,8 +318,10 @@ def test_the_text_that_a_request_brings_is_bounded(local: LocalEndpoint) -> None
 
 
 @needs_bm25s
-def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise(cloud: FakeServer) -> None:
-    """`[]` asks for none; its own documents stand in the place of the server's."""
+def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise(
+    cloud: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`[]` asks for none; its own documents stand in the place of the server's. A prompt that is cut gets none."""
     with serve_local(cloud.url) as local:
         local.core.library = library_of(Document("release.md", RELEASE))
         fields: dict[str, Any] = {"prompt": QUERY, "max_tokens": 1, **SAMPLED}
@@ -331,6 +333,9 @@ def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise
         assert grounds(documents=[]) is None
         assert grounds() == ["release.md"] and grounds(documents=documents(RELEASE)) == ["0"]
         assert grounds(prompt=[3, 4, 5]) == []  # a prompt of ids stays as it is
+        for prompt in (QUERY, [3, 4, 5]):
+            cut = local.post(fields | {"prompt": prompt, "truncate_prompt_tokens": 2})
+            assert (cut["passages"], cut["usage"]["prompt_tokens"]) == ([], 2)
         asked = {"prompt": QUERY, "max_tokens": 1, "seed": 5}
         page = httpx.post(f"{local.url}/v1/outrider/generate", json=asked).text.split("\n\n")
         events = [json.loads(block[6:]) for block in page if block.startswith("data: ")]

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.agents import SURE, Clock
+from tests.agents import SURE, Clock, free_port, proxy_to
 from tests.commands import KEY, OTHER_KEY
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.local_endpoint import (
@@ -23,8 +24,10 @@ from tests.local_endpoint import (
     LocalEndpoint,
     body,
     chunks_of,
+    documents_of,
     expected,
     fake_draft,
+    note_requests,
     on_drafts,
     posted,
     serve_local,
@@ -33,11 +36,13 @@ from tests.serving import FakeServer, StepGate, bearer, fake_tokenizer, serve_fa
 
 from outrider.edge.serve import routes
 from outrider.edge.serve import upstream as upstream_module
-from outrider.edge.serve.state import LocalSettings
+from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
 from outrider.models.http.security import KeyRing
+from outrider.models.process.extras import is_installed
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
 FACTS = ModelFacts(
@@ -95,6 +100,53 @@ def test_a_stop_string_ends_the_text_and_its_session(cloud: FakeServer, local: L
     again = local.post(long | {"stop": whole["choices"][0]["text"][9:12]})
     assert again["choices"][0]["finish_reason"] == "stop"
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= again["usage"]["prompt_tokens"] // 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"skip_special_tokens": False}])
+def test_a_text_without_a_cloud_is_kept_up_to_its_stop_string(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cloud can verify it later, also by a session that does not end at the stop string, and after the deadline."""
+    wire = note_requests(monkeypatch)
+    full, port = expected(), free_port()
+    drafts = {"runtime": fake_draft(agreement=1.0), "offline": OfflineSettings("a-fake-draft", 4096)}
+    with (
+        serve_fake(config=SURE) as cloud,
+        serve_local(f"http://127.0.0.1:{port}", DRAFTS, **drafts) as local,  # type: ignore[arg-type]
+    ):
+        asked = body(3000, stop=full[9:12], deadline_ms=60e3, **fields)
+        url, headers = f"{local.url}/v1/completions", {"Cache-Control": "no-store"}
+        found, text = documents_of(httpx.post(url, json=asked, headers=headers, timeout=60.0))
+        local.wait_until(local.is_at_rest)
+        with proxy_to(cloud.url, listen_port=port):
+            (checked,) = local.post({"id": found[0]["id"]}, "/v1/outrider/verify")["choices"]
+    assert text == checked["text"] == full[: full.index(full[9:12])]
+    assert checked["is_same"] and checked["finish_reason"] == "stop"
+    assert 0 < checked["confirmed_tokens"] < 12 and not checked["replaced_tokens"]
+    ((_, sent, opened),) = [each for each in wire.sent if each[0] == "POST /v1/sessions"]
+    assert sent["cache-control"] == "no-store" and "deadline_ms" not in json.loads(opened)
+
+
+def test_a_session_has_its_requests_priority_deadline_and_cache_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the deadline, at which the text ends as it is; one that has not begun gets 504."""
+    wire, gate = note_requests(monkeypatch), StepGate()
+    with serve_fake(gate=gate) as cloud, serve_local(cloud.url) as local, ThreadPoolExecutor(1) as pool:
+        fields = body(3000, priority=-7, deadline_ms=1000.0)
+        text = pool.submit(local.post, fields, headers={"Cache-Control": "max-age=0, No-Store"})
+        while not text.done():
+            gate.allow(1)
+            time.sleep(0.02)
+        answer = text.result()
+        assert 0 < (count := answer["usage"]["completion_tokens"]) < 3000
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["choices"][0]["text"] == expected(count=count)
+        assert local.refusal(504, body(deadline_ms=1e-6)) == "deadline_exceeded"
+        gate.open()
+        local.post(body(1))
+    (_, sent, asked), (_, plain, unasked) = [each for each in wire.sent if each[0] == "POST /v1/sessions"]
+    assert sent["cache-control"] == "no-store" and json.loads(asked)["priority"] == -7
+    assert 0.0 < json.loads(asked)["deadline_ms"] < 1000.0
+    assert "cache-control" not in plain and not json.loads(unasked).keys() & {"priority", "deadline_ms"}
 
 
 def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
@@ -271,6 +323,26 @@ async def test_chats_that_a_verifier_never_renders_take_their_clients_places_onl
             for each in chats:
                 each.cancel()
         local.wait_until(local.is_at_rest)
+
+
+@pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
+def test_a_prompt_with_passages_has_special_tokens_as_its_request_says(
+    local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without passages."""
+    special, encode = list[bool](), Tokenizer.encode
+
+    def noted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text.endswith(PROMPT):
+            special.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    documents = [{"text": "to verify tokens and drafts"}]
+    for asked, adds in (({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)):
+        assert local.post(body(1, documents=documents, **asked))["passages"]
+        assert special == [adds, adds]  # the prompt alone, and with its passages
+        special.clear()
 
 
 def test_a_client_that_leaves_before_its_text_begins_frees_its_place(

@@ -24,6 +24,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 from outrider.models.process import tracing as models_tracing
 from outrider.models.process.extras import is_installed
+from outrider.models.wire.protocol import ModelFacts
 
 SECRET = "zanzibar"
 """A word of prompts that no metric and no trace may have."""
@@ -79,6 +80,22 @@ def test_metrics_count_texts_by_the_clouds_names(cloud: FakeServer, local: Local
         ours <= theirs
         and {"outrider_http_request_duration_seconds_bucket", "outrider_inter_token_latency_seconds_sum"} <= ours
     )
+
+
+def test_times_count_from_a_requests_arrival(local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the cloud's: with what is asked of the verifier before the text begins."""
+    facts, metrics = local.core.upstream.facts, local.core.metrics
+
+    async def slow() -> ModelFacts:
+        await asyncio.sleep(0.2)
+        return await facts()
+
+    monkeypatch.setattr(local.core.upstream, "facts", slow)
+    page = {"prompt": SECRET, "max_tokens": 1, "seed": 5}
+    for path, asked in (("/v1/completions", ASKED), ("/v1/chat/completions", CHAT), ("/v1/outrider/generate", page)):
+        before = metrics.ttft_s.total, metrics.e2e_s.total
+        assert httpx.post(local.url + path, json=asked).status_code == 200
+        assert metrics.ttft_s.total - before[0] >= 0.2 and metrics.e2e_s.total - before[1] >= 0.2
 
 
 def test_metrics_have_no_word_of_a_text(local: LocalEndpoint) -> None:

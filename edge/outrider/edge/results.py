@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from outrider.models.client.messages import ByteCounts
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RequestError
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.acceptance import Rule
@@ -71,7 +73,7 @@ class GenerationRequest:
     drafting uses them. stop: the server ends the text at one of these strings; which characters are shown is the
     caller's. num_logprobs: likeliest tokens to report for each token; None: no logprobs. prediction: what the text may
     repeat. grammar: the texts that are allowed; None allows all. draft_grammar: the same for the draft's vocabulary;
-    None: it drafts without.
+    None: it drafts without. priority: at the server; None: the key's. due_s: its deadline, by `time.monotonic`.
     """
 
     prompt: tuple[int, ...]
@@ -90,6 +92,8 @@ class GenerationRequest:
     prediction: tuple[int, ...] = ()
     grammar: GrammarSpec | None = None
     draft_grammar: CompiledGrammar | None = None
+    priority: int | None = None
+    due_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -123,6 +127,18 @@ class GenerationRequest:
             **fields_of(self.processors, self.num_generated + num_known),
             **grammar,
         }
+
+    @property
+    def left_ms(self) -> float:
+        """What is left of the deadline; infinite without one."""
+        return 1e3 * (self.due_s - time.monotonic())
+
+    def service_fields(self) -> dict[str, Any]:
+        """The fields that say when the server is to serve it. Raises RequestError 504 after the deadline."""
+        if (left_ms := self.left_ms) <= 0.0:
+            words = "the request's deadline_ms passed before its text began; allow more time"
+            raise RequestError("deadline_exceeded", words, status=504)
+        return {"priority": self.priority, "deadline_ms": left_ms if left_ms < math.inf else None}
 
     @property
     def plan(self) -> ProcessorPlan:
@@ -178,13 +194,13 @@ class GenerationResult:
     device; num_sent: guesses sent; hits: tokens of the text that the device had guessed, by rank (0: the draft's own
     pick; 8: prompt lookup's; 9: a document's); num_posts: messages sent; num_failed_posts: messages lost. num_sessions:
     1 plus the number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop",
-    "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
-    drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
+    "length", "context" or "deadline". draft_error: why drafting ended early, if it did. waited_ms: time that the target
+    waited for drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     num_prompt_sent: of the prompt, those that were sent to open it. num_recent: tokens of the text that this prompt got
     before, which the server drafted from. num_turns: passes that device and target took in turns; turns: why, in words.
-    held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the
-    last session counts; None where none does. rule: by which the target accepted. joules: what this device's processor
-    took while the text ran, other programs included; None where the system does not count it.
+    held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the last
+    session counts; None where none does. rule: by which the target accepted. joules: what this device's processor took
+    while the text ran, other programs included; None where the system does not count it.
     """
 
     mode: Mode

@@ -17,7 +17,7 @@ from typing import TypeVar
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
-from outrider.models.client.errors import EndpointLost, EndpointUnfit, EndpointWrong, refusal_error
+from outrider.models.client.errors import EndpointLost, EndpointUnfit, EndpointWrong, KeyRefused, refusal_error
 from outrider.models.client.messages import ByteCounts
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
@@ -134,7 +134,7 @@ class Endpoints:
                 await self._move_on(e, text)
             except RequestError as e:
                 if not can_ask_again(client.url, e):
-                    raise
+                    await self._move_on(_of_key(e), text)
 
     async def call(self, ask: Callable[[VerifierClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
         """Asks one endpoint after the other until one answers; raises CloudError when none is left.
@@ -150,6 +150,8 @@ class Endpoints:
                 answer = await ask(client)
             except EndpointLost as e:
                 await self._move_on(e, text)
+            except RequestError as e:
+                await self._move_on(_of_key(e), text)
             else:
                 self._has_answered = self._is_patient = True
                 self._report_success(client)
@@ -255,7 +257,16 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
     text.require_same(Served(client.url, model, target))
 
 
+def _of_key(refusal: RequestError) -> KeyRefused:
+    """The refusal as a failure of its endpoint, where another may take this device's key; raises any other."""
+    if refusal.status not in (401, 403):
+        raise refusal
+    return KeyRefused(refusal)
+
+
 def _none_fit(errors: list[EndpointLost]) -> OutriderError:
+    if isinstance(errors[-1], KeyRefused) and all(isinstance(each, KeyRefused) for each in errors):
+        return errors[-1].refusal
     if len(errors) == 1:
         return errors[0]
     return CloudError(f"no cloud endpoint can go on with this text: {'; '.join(map(str, errors))}")

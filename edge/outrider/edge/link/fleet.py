@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field
 from outrider.edge.link.origin import Served
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.client.errors import EndpointLost, EndpointUnfit
-from outrider.models.errors import OutriderError
+from outrider.models.client.errors import EndpointLost, EndpointUnfit, KeyRefused
+from outrider.models.errors import OutriderError, RequestError
 from outrider.models.wire.protocol import ReadyAnswer
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -56,6 +56,7 @@ class _Member:
     mending: asyncio.Task[None] | None = None
     has_served: bool = False
     has_answered: bool = False  # at the newest look
+    is_refusing: bool = False  # this device's key, when it was left out
 
 
 class CloudState(BaseModel):
@@ -130,14 +131,18 @@ class Fleet:
         return self._members[url].breaker.is_open
 
     def failed(self, url: str, error: EndpointLost) -> None:
-        """Records that a cloud failed a text, or a question. One that is unfit for one text may suit others."""
+        """Records that a cloud failed a text, or a question. One that is unfit for one text may suit others; one that
+        refuses this device's key suits none.
+        """
         member = self._members[url]
-        if isinstance(error, EndpointUnfit) or len(self.clients) == 1:
+        is_refusing = isinstance(error, KeyRefused)
+        if (isinstance(error, EndpointUnfit) and not is_refusing) or len(self.clients) == 1:
             return
         was_down = member.breaker.is_open
         if was_down and member.mending is not None:
             return  # texts that still try it change nothing
         member.breaker.failed()
+        member.is_refusing = is_refusing
         if not was_down:
             self._on_change(f"{error}. {url} is left out until it answers.")
         member.mending = asyncio.get_running_loop().create_task(self._mend(member))
@@ -243,7 +248,9 @@ class Fleet:
                 continue
             try:
                 await self._take_ready(member)
-            except EndpointLost:
+                if member.is_refusing:
+                    await member.client.model_facts()  # readiness asks for no key
+            except (EndpointLost, RequestError):
                 member.breaker.failed()
                 continue
             member.mending = None

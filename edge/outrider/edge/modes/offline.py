@@ -74,7 +74,8 @@ class OfflineWriter:
     agent, drafter: as in stream mode. stop_ids: end a local text; the target's own where they are known.
     find_cloud: whether a cloud answers now; None: the text is not verified here. on_confirmed: called with the
     number of local tokens that the target has confirmed just now. on_replaced: called with the verified tokens before
-    tokens come that replace local ones. max_positions: longest local text, prompt included.
+    tokens come that replace local ones. max_positions: longest local text, prompt included. text: as far as it is
+    written.
     """
 
     agent: StreamAgent
@@ -85,6 +86,7 @@ class OfflineWriter:
     on_replaced: Callable[[Sequence[int]], None] = lambda tokens: None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     max_positions: int | None = None
+    text: OfflineText = field(default_factory=OfflineText)
 
     async def generate(
         self, request: GenerationRequest, on_tokens: OnTokens, origin: TextOrigin | None = None, *, is_up: bool = True
@@ -92,7 +94,7 @@ class OfflineWriter:
         """Generates one text. is_up: False begins locally. Raises as `StreamAgent.generate`, but not for clouds that
         are away; CloudError where the draft cannot write either.
         """
-        text, origin = OfflineText(), origin or TextOrigin()
+        text, origin = self.text, origin or TextOrigin()
         started = time.perf_counter()
         num_failed = 0  # parts in a row that clouds failed to write: one may answer, and refuse every text
         was_whole = False
@@ -217,6 +219,8 @@ class OfflineWriter:
             return "stop"
         if len(tokens) >= request.max_tokens:
             return "length"
+        if tokens and request.left_ms <= 0.0:
+            return "deadline"
         is_full = self.max_positions is not None and len(request.prompt) + len(tokens) >= self.max_positions
         return "context" if is_full else None
 

@@ -98,7 +98,13 @@ class StopAndWaitAgent:
                     recorder.result.draft_error, drafter = f"{type(error).__name__}: {error}", None
             recorder.result.num_drafted += len(block)
             recorder.result.num_sent += len(block)
-            result = await self._verify(request, belief, block, text, prefix_hash)
+            try:
+                result = await self._verify(request, belief, block, text, prefix_hash)
+            except RequestError as error:
+                if error.code != "deadline_exceeded" or not belief.known:
+                    raise
+                reason = "deadline"
+                break
             for index in range(result.tested or 0):
                 self.calibrator.observe(index < result.accepted)
             belief.tree.add_path(block)
@@ -183,7 +189,8 @@ class StopAndWaitAgent:
             self.estimates.use(client.url)
             asked_at = self.clock()
             target = text.target if item.prefix_hash is None else None  # whoever holds the prefix has that target
-            answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer), target)
+            envelope = VerifyRequest(items=[item], tokenizer=request.tokenizer, **request.service_fields())
+            answer = await client.verify(envelope, target)
             took_ms = (self.clock() - asked_at) * 1e3
             served = Served(client.url, answer.model or "a model without a name", answer.target)
             text.require_same(served)

@@ -206,6 +206,7 @@ class _Generation:
             prefix_hash=held.name if held else None,
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
             provisional=self._agent.drafter is not None and url in self._agent.with_mid,
+            **request.service_fields(),
             **(request.wire_fields(len(known)) | self._text_fields(url)),
         )
         return self._asked
@@ -233,6 +234,8 @@ class _Generation:
         """
         asked, agent = self._asked, self._agent
         assert asked is not None
+        if error.code == "deadline_exceeded":
+            return self._over() is not None  # a text that has begun ends with what it has
         if error.code == "prefix_not_held" and asked.prefix_hash is not None:
             self._held = None
         elif error.code != "invalid_parameter":
@@ -255,6 +258,8 @@ class _Generation:
             return "stop"
         if len(known) >= request.max_tokens:
             return "length"
+        if known and request.left_ms <= 0.0:
+            return "deadline"
         is_full = self._max_positions is not None and len(request.prompt) + len(known) >= self._max_positions
         return "context" if is_full else None
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.offline import OfflineWriter, whole_result
+from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
 from outrider.edge.serve.lent_drafts import Loan
@@ -43,7 +44,8 @@ _USAGE_S: Final = 0.5
 class _Text(Choice):
     """A text. quoted: documents that it may quote. style: how it is cut and shown. facts: its target's, or the draft's.
 
-    task: while it runs. is_cut: its stop string came, and the end of its session has not.
+    task: while it runs. is_cut: its stop string came, and the end of its session has not. written: where the draft may
+    write alone.
     """
 
     request: GenerationRequest
@@ -52,6 +54,7 @@ class _Text(Choice):
     facts: ModelFacts
     task: asyncio.Task[None] | None = None
     is_cut: bool = False
+    written: OfflineText = field(default_factory=OfflineText)
 
 
 _Event = TokenBatch | GenerationResult | RequestError
@@ -69,6 +72,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
         self.answer_id = ""
         self.model: str | None = None  # as the request names it
         self.adapter: str | None = None
+        self.arrived_s = time.monotonic()  # of the request
+        self.no_store = False  # as in ClientOptions
         core.places.take(owner, num_choices)
         self._num_places = num_choices
 
@@ -133,7 +138,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
     async def _generate(self, index: int, choice: _Text) -> None:
         core, metrics, request = self.core, self.core.metrics, choice.request
         tokens: list[int] = []
-        timer = metrics.commit_timer(time.monotonic())
+        timer = metrics.commit_timer(self.arrived_s)
 
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)
@@ -176,7 +181,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         return self.core.drafts.lend(self.owner, request.prompt)
 
     def _endpoints(self) -> Endpoints:
-        return self.core.upstream.endpoints(model=self.adapter)
+        return self.core.upstream.endpoints(no_store=self.no_store, model=self.adapter)
 
     def _watch(self, agent: StreamAgent) -> None:
         pass
@@ -187,20 +192,28 @@ class LocalTexts(CallTexts[_Text, _Event]):
         core, request, facts = self.core, choice.request, choice.facts
         is_up = facts is not core.draft_facts
         assert core.offline is not None and agent.drafter is not None
-        writer = OfflineWriter(
-            agent, agent.drafter, frozenset(facts.eos_token_ids), max_positions=core.offline.max_positions
-        )
+        stop_ids, max_positions = frozenset(facts.eos_token_ids), core.offline.max_positions
+        writer = OfflineWriter(agent, agent.drafter, stop_ids, max_positions=max_positions, text=choice.written)
         origin = core.upstream.origin(facts) if is_up else None
         text = await writer.generate(request, on_tokens, origin, is_up=is_up)
         if text.local:
-            _log.warning("a text of %d tokens has %d unverified ones", len(text.tokens), len(text.local))
-            began = origin.began if origin is not None and text.verified else None
-            model = self.model if is_up or self.model != facts.name else None  # nobody else has the draft's name
-            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, choice.style, model)
-            core.unverified.keep(self.answer_id, self.owner, index, kept)
+            self._keep(index, choice)
         elif is_up:
             core.upstream.confirm(facts)
         return whole_result(text)
+
+    def _keep(self, index: int, choice: _Text) -> None:
+        """Keeps what the draft wrote alone, up to the stop string that ended the text."""
+        text, facts, core = choice.written, choice.facts, self.core
+        end = choice.assembler.num_tokens if choice.has_stopped else len(text.tokens)
+        if local := tuple(text.tokens[len(text.verified) : end]):
+            _log.warning("a text of %d tokens has %d unverified ones", end, len(local))
+            began = core.upstream.origin(facts).began if text.verified else None
+            # Nobody else has the draft's name.
+            model = self.model if facts is not core.draft_facts or self.model != facts.name else None
+            request = replace(choice.request, due_s=math.inf)  # the client asks for the check when it likes
+            kept = KeptText(request, tuple(text.verified), local, began, choice.style, model, self.no_store)
+            core.unverified.keep(self.answer_id, self.owner, index, kept)
 
     def close(self) -> None:
         """Ends what still runs: its session in the cloud, and its draft; may be called twice."""
@@ -225,10 +238,11 @@ class LocalTexts(CallTexts[_Text, _Event]):
             choice.drafted.count(event.num_proposed, event.num_accepted)
             num_unverified = len(event.tokens) if event.is_unverified else 0
             deltas = choice.push(index, event.tokens, event.logprobs, num_unverified)
-            if choice.has_stopped and choice.request.stop:  # the server ends the text, too
+            if choice.has_stopped and choice.request.stop and not num_unverified:  # the server ends the text, too
                 choice.is_cut = True
                 asyncio.get_running_loop().call_later(_USAGE_S, self._finish, choice)
             elif choice.has_stopped:
+                self._keep(index, choice)
                 self._finish(choice)
             return deltas
         choice.is_over = True
@@ -244,8 +258,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
             self.reader.poke()
 
 
-async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAnswer) -> VerifiedAnswer:
-    """The target's text of each choice, one after the other, and how far the draft's agrees.
+async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAnswer, no_store: bool) -> VerifiedAnswer:
+    """The target's text of each choice, one after the other, and how far the draft's agrees. no_store: of this check.
 
     Raises RequestError 429 or 503 where no place is free or the server ends, CloudError where no cloud answers.
     """
@@ -257,7 +271,7 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     core.tasks.add(task)
     try:
         facts = await core.target_facts(next(text.model for text in kept.values()))
-        choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
+        choices = [await _verify(core, owner, index, text, facts, no_store) for index, text in sorted(kept.items())]
     except asyncio.CancelledError:
         if core.is_draining:
             raise shutting_down() from None
@@ -268,20 +282,24 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
 
 
-async def _verify(core: LocalCore, owner: bytes, index: int, text: KeptText, facts: ModelFacts) -> VerifiedChoice:
+async def _verify(
+    core: LocalCore, owner: bytes, index: int, text: KeptText, facts: ModelFacts, no_store: bool
+) -> VerifiedChoice:
     kept, request = text.rest(facts.target)
     new: tuple[int, ...] = ()
     reason = "length"
     if request is not None:
         with core.drafts.lend(owner, request.prompt) as loan:
-            agent = core.stream_agent(core.upstream.endpoints(model=facts.adapter), loan)
+            endpoints = core.upstream.endpoints(no_store=no_store or text.no_store, model=facts.adapter)
+            agent = core.stream_agent(endpoints, loan)
             result = await agent.generate(request, None, core.upstream.origin(facts))
             loan.has_failed = result.draft_error is not None
             loan.text = [*request.prompt, *result.tokens]
             new, reason = result.tokens, result.finish_reason
-    num_confirmed, num_replaced = compared(kept, new)
     assembler = kept.style.assembler(core.tokenizer, kept.request.prompt)
     whole = assembler.push([*kept.verified, *new]) + assembler.finish()
+    new = new[: assembler.num_tokens - len(kept.verified)]  # a session may not know the stop strings
+    num_confirmed, num_replaced = compared(kept, new)
     return VerifiedChoice(
         index=index,
         text=whole,

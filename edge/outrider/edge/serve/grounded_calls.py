@@ -7,6 +7,7 @@ request names no file: what the server may read is its owner's choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field, StrictStr
@@ -100,17 +101,16 @@ def room_for_passages(facts: ModelFacts, num_prompt: int, max_tokens: int | None
 
 
 def ground_prompts(
-    sources: Sources, prompts: Sequence[str | list[int]], facts: ModelFacts, max_tokens: int | None
+    sources: Sources, prompts: Sequence[str], facts: ModelFacts, max_tokens: int | None, is_special: bool = True
 ) -> tuple[list[list[int]], list[Grounding]]:
-    """The token ids of each prompt with its passages. Blocking. A prompt of ids stays as it is."""
+    """The token ids of each prompt with its passages. Blocking. is_special: with the tokenizer's special tokens."""
     library = sources()
+    encode = partial(library.tokenizer.encode, add_special_tokens=is_special)
 
-    def grounded(prompt: str | list[int]) -> tuple[list[int], Grounding]:
-        if isinstance(prompt, list):
-            return prompt, Grounding()
-        plain = library.tokenizer.encode(prompt)
+    def grounded(prompt: str) -> tuple[list[int], Grounding]:
+        plain = encode(prompt)
         found = library.ground(prompt, room_for_passages(facts, len(plain), max_tokens))
-        return library.tokenizer.encode(found.before + prompt) if found.before else plain, found
+        return encode(found.before + prompt) if found.before else plain, found
 
     both = [grounded(prompt) for prompt in prompts]
     return [ids for ids, _ in both], [found for _, found in both]

@@ -75,14 +75,14 @@ def watching_routes(core: LocalCore) -> list[Route]:
         return Response(message.model_dump_json(), media_type="application/json", headers={"cache-control": "no-store"})
 
     async def generate(request: Request) -> Response:
-        owner = owner_of(request)
+        owner, arrived_s = owner_of(request), time.monotonic()
         body = await core.bodies.parse(owner, PageRequest, await read_body(request.receive))
         params = sampling_of(body.params)
         facts = await core.facts_or_draft()
         text = WatchedText(core, owner, 1)
         with text.closing_on_error():
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
-            text.answer_id = f"page-{secrets.token_urlsafe(12)}"
+            text.answer_id, text.arrived_s = f"page-{secrets.token_urlsafe(12)}", arrived_s
             prompt, text.dropped, grounding = await _prompt_ids(core, owner, body, facts)
             if grounding.passages:
                 text.passages = PassagesEvent.model_validate({"passages": grounding.as_json()})

@@ -7,6 +7,8 @@ template: no template that a server sends runs here.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -34,7 +36,7 @@ from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer
-from outrider.models.http.bodies import owner_of, read_body, sampling_of
+from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import (
     Dialect,
     chat_style,
@@ -102,7 +104,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     """All routes."""
 
     async def complete(request: Request) -> Response:
-        owner = owner_of(request)
+        owner, arrived_s = owner_of(request), time.monotonic()
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
         facts = await core.facts_or_draft(body.model)
         prompts = body.prompts()
@@ -120,15 +122,19 @@ def local_routes(core: LocalCore) -> list[Route]:
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
 
         async def encode() -> Encoded:
-            if sources is None or body.suffix:
+            texts = [each for each in prompts if isinstance(each, str)]
+            # Of a prompt that is cut, passages would be the first to go.
+            if sources is None or body.suffix or body.truncate_prompt_tokens or not texts:
                 limit = facts.max_positions - 1
-                return await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body), None
-            return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
+                ids = await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body)
+                return ids, None if sources is None else [Grounding() for _ in ids]
+            is_special = body.add_special_tokens is not False
+            return await core.workers.run(owner, ground_prompts, sources, texts, facts, max_tokens, is_special)
 
-        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens)
+        return await _answer(core, request, arrived_s, body, facts, len(prompts), encode, max_tokens)
 
     async def chat(request: Request) -> Response:
-        owner = owner_of(request)
+        owner, arrived_s = owner_of(request), time.monotonic()
         body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
         facts = await core.facts_or_draft(body.model)
         if not facts.has_chat_template:
@@ -149,14 +155,16 @@ def local_routes(core: LocalCore) -> list[Route]:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
-        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions)
+        return await _answer(core, request, arrived_s, body, facts, 1, encode, max_tokens or facts.max_positions)
 
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, VerifyAnswerRequest, await read_body(request.receive))
         with core.unverified.checking(body.id, owner) as kept:
             try:
-                verified = await _while_connected(request, verify_answer(core, owner, body.id, kept))
+                verified = await _while_connected(
+                    request, verify_answer(core, owner, body.id, kept, is_no_store(request))
+                )
             except OutriderError as error:
                 raise core.request_error(error) from None
         return _json(verified)
@@ -220,6 +228,7 @@ def local_routes(core: LocalCore) -> list[Route]:
 async def _answer(
     core: LocalCore,
     request: Request,
+    arrived_s: float,
     body: openai.GenerationRequest,
     facts: ModelFacts,
     num_prompts: int,
@@ -259,6 +268,8 @@ async def _answer(
                 stop=tuple(body.stop_strings) if cut.is_plain else (),
                 num_logprobs=engine_logprobs(body),
                 prediction=prediction,
+                priority=body.priority,
+                due_s=math.inf if body.deadline_ms is None else arrived_s + body.deadline_ms / 1e3,
             )
             for prompt in prompts
         ]
@@ -268,7 +279,8 @@ async def _answer(
             echoed = await core.workers.run(owner, echoes, body, core.tokenizer, prompts)
         look = look_of(body, style, core.tokenizer, prompts, echoed)
         shape: Shape = make(facts.name, params.seed, facts.target, look)
-        texts.answer_id, texts.model = shape.id, body.model
+        texts.answer_id, texts.model, texts.arrived_s = shape.id, body.model, arrived_s
+        texts.no_store = is_no_store(request)
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]

@@ -33,6 +33,7 @@ class KeptText:
     """One choice of an answer. request: as it was. verified, local: its tokens. began: whose the verified ones are.
 
     style: how its text is cut and shown. model: that the request names; the same for all choices of an answer.
+    no_store: as in ClientOptions.
     """
 
     request: GenerationRequest
@@ -41,6 +42,7 @@ class KeptText:
     began: Served | None
     style: TextStyle
     model: str | None = None
+    no_store: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -191,7 +191,8 @@ def conversation_to_render(conversation: Conversation, fingerprint: str) -> byte
     }
     if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
         document["tools"] = tools
-    return json.dumps(document).encode()
+    # As UTF-8: escaped, most scripts take two or three times the bytes, and the server bounds them.
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def _facts_of(client: VerifierClient) -> tuple[str, ModelFacts]:

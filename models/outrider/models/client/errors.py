@@ -5,7 +5,8 @@ CloudError
     ├── EndpointWrong     its address or its certificate is wrong: one that never answered is tried elsewhere only
     └── EndpointUnfit     cannot go on with this text: try elsewhere only
         ├── ProtocolBroken    its answer is none of this protocol, or beyond its bounds
-        └── TargetMismatch    it serves another target than the one that began the text
+        ├── TargetMismatch    it serves another target than the one that began the text
+        └── KeyRefused        it refuses this device's key
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ class TargetMismatch(EndpointUnfit):
     """The server has another target than the one that began the text, so its tokens would be another text's."""
 
 
+class KeyRefused(EndpointUnfit):
+    """The server refuses this device's key or address. refusal: in its words."""
+
+    def __init__(self, refusal: RequestError) -> None:
+        super().__init__(str(refusal).rstrip("."), status=refusal.status)
+        self.refusal = refusal
+
+
 def lost(url: str, error: httpx.TransportError | ssl.SSLError, *, is_answering: bool = False) -> EndpointLost:
     """The exception for a connection that failed. is_answering: within an answer, not before its head.
 
@@ -135,6 +144,8 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     code, message = short(error.code), short(error.message)
     if code == "tokenizer_mismatch":
         return TokenizerMismatch(message)
+    if code == "deadline_exceeded":
+        return RequestError(code, message, status=504, origin=url)
     if code == "model_not_found" or (code == "invalid_parameter" and error.param == "model"):  # an older server's
         return EndpointUnfit(f"{url} does not serve the model that was asked for: {message}")
     if status == 404 and code in _NO_PATH:
