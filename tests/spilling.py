@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine_harness import SAMPLED, Collector, Harness
-from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
 from tests.waiting import wait_until
 
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine import spill as spill_module
-from outrider.cloud.engine.config import SpillConfig, SpillType
+from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
 from outrider.cloud.seam import Totals
@@ -41,11 +40,9 @@ class SpillHarness(Harness):
         always: bool = False,
         target: str = "t",
         max_parked: int = 256,
-        kind: SpillType = SpillType.EXACT,
-        runtime: type[FakeBatchRuntime] = FakeBatchRuntime,
     ) -> None:
-        spill = SpillConfig(place, target, always=always, type=kind)
-        super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64, kind=runtime)
+        spill = SpillConfig(place, target, always=always)
+        super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
         self.swap = self.engine._swap
         assert self.swap.store is not None
         self.spill = self.swap.store

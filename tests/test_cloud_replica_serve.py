@@ -24,7 +24,6 @@ from tests.serving import bearer, fake_target, run_session
 from tests.waiting import TIMEOUT_S, wait_until
 from typer.testing import CliRunner
 
-from outrider.cloud.engine.config import SpillType
 from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.members import Report
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
@@ -76,7 +75,6 @@ def every_option(place: Path) -> ServeOptions:
         kv_cache_mb=7,
         exact=Exactness.BITWISE,
         spill_dir=Path("spill"),
-        spill_type=SpillType.FP8,
         spill_mb=3,
         max_running=5,
         max_sessions=8,
@@ -328,7 +326,6 @@ def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytes
         ("--replicas", "2", "--ray"),
         ("--gpus-per-replica", "2", "--ray"),
         ("--spill-mb", "2", "--spill-dir"),
-        ("--spill-type", "exact", "--spill-dir"),
     ):
         refused = CliRunner().invoke(main.app, ["serve", "nowhere", option, value])
         assert isinstance(refused.exception, ConfigError)

@@ -25,7 +25,7 @@ from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.engine.config import SpillType, TreeForm
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server import embedded
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
@@ -176,7 +176,6 @@ def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         (torch, {"device": "cuda"}, "bitwise on CUDA needs Triton"),
         (openvino, {"device": "GPU"}, "openvino on GPU computes"),
         (openvino, {"tree": TreeForm.TREE}, "--tree tree gives up"),
-        (openvino, {"spill_type": SpillType.FP8}, "--spill-type fp8 rounds"),
     ):
         with pytest.raises(ConfigError, match=told):
             identity(bundle, Exactness.BITWISE, **changes)

@@ -52,6 +52,27 @@ def test_another_engine_goes_on_with_it(place: Path, always: bool) -> None:
         assert max(max(batch) for batch in second.batches) < 8
 
 
+def test_blocks_from_disk_are_shared_like_any(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a prompt that begins alike and names no prefix; every text is that of its tokens."""
+    name, tokens = left_by_another(place, tuple(range(20, 33)))
+    with engine(place, always=True) as second:
+        _, collector = second.submit((3, 4), 10, prefix_hash=name, keep=True)
+        text, whole = second.text(collector), (*tokens, 3, 4)
+        assert text == plain(whole, SAMPLED, 10)
+        assert collector.ended.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
+        again = collector.ended.prefix_hash
+        assert again is not None
+        _, shared = second.submit((*whole, 1), 4)  # with the continued one parked
+        assert second.text(shared) == plain((*whole, 1), SAMPLED, 4)
+        assert shared.ended.usage.cached_prompt_tokens > 0
+        _, third = second.submit((8,) * 9, 4, prefix_hash=again)
+        second.text(third)
+        longer = (*whole, *text, *(8,) * 9, 1)
+        _, unnamed = second.submit(longer, 4)
+        assert second.text(unnamed) == plain(longer, SAMPLED, 4)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize("salt", [b"", b"one"])
 def test_only_its_owner_salt_and_target_find_a_prefix(place: Path, salt: bytes) -> None:
     """Others get 409, in this engine and in another one, and the file stays for its owner."""
@@ -157,6 +178,7 @@ def damaged(data: bytes) -> dict[str, bytes]:
         "blocks": data[:-1] + bytes([data[-1] ^ 1]),
         "another layout": with_facts(data, layout=["f32[4]"]),
         "another place": with_facts(data, place="a-b.kv"),
+        "another type": with_facts(data, type="fp8"),
         "no list": with_facts(data, layout=7),
         "no tokens": with_facts(data, num_tokens=0),
         "words for numbers": with_facts(data, num_blocks="4"),

@@ -254,11 +254,6 @@ class Totals:
     spill_faults: int = _shown(
         "kv_cache_spill_faults", "Files of parked prefixes that could not be written or used.", default=0
     )
-    spill_beyond: int = _shown(
-        "kv_cache_spill_exact_blocks",
-        "Blocks of parked prefixes beyond the error bound of --spill-type, written exactly.",
-        default=0,
-    )
     model_s: float = _shown("engine_model_seconds", "Seconds in the model.", default=0.0)
     overhead_s: float = _shown("engine_overhead_seconds", "Seconds of engine steps outside the model.", default=0.0)
     finished: int = 0
@@ -320,11 +315,6 @@ class EngineStats:
     )
     trees: int = _shown(
         "engine_trees", "1 where steps may verify drafts that branch, 0 where only paths: --tree.", default=0
-    )
-    spill_lossy: int = _shown(
-        "kv_cache_spill_lossy",
-        "1 where --spill-type rounds prefixes on disk, so that texts that continue them may differ, else 0.",
-        default=0,
     )
     distributions: Distributions = field(default_factory=Distributions)
 

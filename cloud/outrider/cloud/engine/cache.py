@@ -29,7 +29,6 @@ class ParkedPrefix:
     """Tokens, the blocks that hold their keys and values, how many of them are computed, and their block hashes.
 
     name: as `Asker.name_of` gives it for the request that continues it. since: when it was parked.
-    is_lossy: as `SequenceState.is_lossy`.
     """
 
     owner: bytes
@@ -39,7 +38,6 @@ class ParkedPrefix:
     computed: int
     hashes: tuple[bytes, ...]
     since: float = 0.0
-    is_lossy: bool = False
 
 
 class ParkedPrefixes:
@@ -207,14 +205,13 @@ class SequenceCache:
         not a number makes it one too. So a prompt's chunks become known together, at its first token. Two equal long
         prompts in flight share nothing until then; sharing per chunk would cost a row of logits per chunk. A row
         cannot vouch for infinite keys, nor for what a model with sliding windows in every layer no longer attends:
-        `discard` removes those with the first sequence that fails on them. Rounded blocks, and what attended them, are
-        not registered: a prompt that names no prefix gets exact ones.
+        `discard` removes those with the first sequence that fails on them.
         """
         known, full = len(sequence.hashes), sequence.computed // self.pool.block_size
         if full <= known:
             return
         sequence.hashes = self._chain(sequence, full)
-        if self._share_prefixes and not sequence.is_lossy:
+        if self._share_prefixes:
             for index in range(known, full):
                 self.pool.register(sequence.blocks[index], sequence.hashes[index])
 
@@ -251,7 +248,7 @@ class SequenceCache:
     def drop(self, sequence: SequenceState) -> None:
         """Releases all blocks of the sequence; its tokens must be run again."""
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.hashes, sequence.computed, sequence.is_lossy = [], [], 0, False
+        sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
 
     def discard(self, sequence: SequenceState) -> None:
         """Releases all blocks of a sequence that failed, and shares none of them again: any may be the cause."""
@@ -274,7 +271,6 @@ class SequenceCache:
             sequence.computed,
             tuple(sequence.hashes),
             self._clock(),
-            sequence.is_lossy,
         )
         self._on_park(prefix)
         self.parked.park(prefix)

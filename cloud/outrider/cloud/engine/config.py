@@ -20,21 +20,12 @@ class TreeForm(StrEnum):
     TREE = "tree"
 
 
-class SpillType(StrEnum):
-    """How keys and values are written to --spill-dir: bit for bit, or rounded within a bound (`spill_codec`)."""
-
-    EXACT = "exact"
-    FP16 = "fp16"
-    FP8 = "fp8"
-
-
 @dataclass(frozen=True, slots=True)
 class SpillConfig:
     """Where parked prefixes go on disk, and for how long.
 
     target: identity of what computes the keys and values, the processor's kind included; files of another are never
     found. always: prefixes are written when they are parked, for other replicas; otherwise when they lose their blocks.
-    type: files of another type are never found. Any but exact leaves the promise of equal texts.
     """
 
     directory: Path
@@ -42,7 +33,6 @@ class SpillConfig:
     max_bytes: int = 1 << 30
     max_s: float = 3600.0
     always: bool = False
-    type: SpillType = SpillType.EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class EngineState:
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        curve, store = self._drafting.curve, self._swap.store
+        curve = self._drafting.curve
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         num_running = min(len(self._scheduler.running), self._config.max_running)
         return EngineStats(
@@ -108,7 +108,6 @@ class EngineState:
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
             failed=int(self.health.fault is not None),
             trees=int(self._with_trees),
-            spill_lossy=int(store is not None and store.is_lossy),
             distributions=self._distributions,
         )
 

@@ -103,7 +103,6 @@ class Intake(EngineState):
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.chain = list(held.hashes)
-            sequence.is_lossy = held.is_lossy
             sequence.computed = min(held.computed, len(sequence.tokens) - 1)
             sequence.usage.cached_prompt_tokens = sequence.computed  # so it costs nothing where it never runs
         return sequence

@@ -27,8 +27,7 @@ class SequenceState:
     due_at: when its deadline passes, by the engine's clock; infinite for no deadline.
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
     chooser: chooses its tokens where a plain pick is not enough; None: it is.
-    is_lossy: some of its blocks were rounded on disk, so they are shared with nobody. is_muted: its drafts raised, so
-    it has no more.
+    is_muted: its drafts raised, so it has no more.
     """
 
     id: int
@@ -47,7 +46,6 @@ class SequenceState:
     due_at: float = math.inf
     stored: NDArray[np.uint8] | None = None
     chooser: TokenChooser | None = None
-    is_lossy: bool = False
     is_muted: bool = False
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 

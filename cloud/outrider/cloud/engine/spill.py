@@ -92,19 +92,8 @@ class SpillStore:
         self._has_warned = self._is_hung = False
         self._max_waiting_bytes = _MAX_WAITING_BYTES
         _prepare(config.directory)
-        if self.is_lossy:
-            _log.warning(
-                "--spill-type %s: keys and values from --spill-dir are rounded, so a text that continues them may "
-                "differ from the target's",
-                target.type,
-            )
         self._thread = threading.Thread(target=self._run, name="outrider-spill", daemon=True)
         self._thread.start()
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether blocks come back rounded, so texts that attend them may differ."""
-        return self._target.codec is not None
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether so many blocks would be taken; else a fault is counted."""
@@ -181,7 +170,7 @@ class SpillStore:
         return self._checked(path, lambda: read_head(path, self._target, self._clock(), self._config.max_s))
 
     def _read(self, spilled: Spilled) -> NDArray[np.uint8] | None:
-        data = self._checked(spilled.path, lambda: read_blocks(spilled, self._target))
+        data = self._checked(spilled.path, lambda: read_blocks(spilled))
         self.totals.restored += data is not None
         return data
 
@@ -235,9 +224,8 @@ class SpillStore:
 
     def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
         try:
-            num_bytes, num_beyond = write(path, self._target, tokens, data, created)
+            num_bytes = write(path, self._target, tokens, data, created)
             self.totals.spilled += 1
-            self.totals.spill_beyond += num_beyond
             self._files.note(path.name, num_bytes)
             self._files.keep_to_size(scans=False)
         except OSError as error:

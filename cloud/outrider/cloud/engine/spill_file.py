@@ -5,8 +5,7 @@
     header    JSON: what must be equal (target, owner, name, layout, block size), counts, time, two SHA-256
     32 bytes  SHA-256 of all before
     ids       uint32, little endian
-    blocks    [num_blocks, bytes of a block], as `BlockRuntime.read_blocks` gives them; or as `BlockCodec.pack` has
-              rounded them: then the header has the type, and a bit for each block that is kept as it is
+    blocks    [num_blocks, bytes of a block], as `BlockRuntime.read_blocks` gives them
 
 No pickle. SHA-256 finds damage; it does not prove who wrote: whoever may write to the directory is trusted.
 """
@@ -22,15 +21,11 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from outrider.cloud.engine.config import SpillType
-from outrider.cloud.engine.spill_codec import BlockCodec
 
 MAGIC: Final = b"OUTRKV1\n"
 SUFFIX: Final = ".kv"
@@ -50,8 +45,7 @@ class SpillTarget:
     """What a file must be of: equal for replicas that may read each other's.
 
     target: identity of the target. layout: of a cache block, as `BlockRuntime.block_layout`. vocab_size, max_tokens:
-    bounds on ids and their number. type: of the keys and values in the file. Raises ValueError for one that is not
-    narrower than the cache's.
+    bounds on ids and their number.
     """
 
     target: str
@@ -60,24 +54,10 @@ class SpillTarget:
     block_bytes: int
     vocab_size: int
     max_tokens: int
-    type: SpillType = SpillType.EXACT
-
-    def __post_init__(self) -> None:
-        assert self.codec is None or self.codec.block_bytes == self.block_bytes
-
-    @cached_property
-    def codec(self) -> BlockCodec | None:
-        """What rounds the blocks; None: they are written bit for bit."""
-        return None if self.type is SpillType.EXACT else BlockCodec(self.type, self.layout)
-
-    @property
-    def identity(self) -> str:
-        """Of what computes the keys and values, rounding included: a rounded file is another target's."""
-        return self.target if self.type is SpillType.EXACT else f"{self.target} rounded to {self.type}"
 
     def place(self, owner: bytes, name: str) -> str:
         """The file's name: digests of the owner and of the prefix's name, which only the owner was given."""
-        key = hashlib.sha256(self.identity.encode()).digest()
+        key = hashlib.sha256(self.target.encode()).digest()
         secret = hashlib.blake2b(owner, key=key, person=b"outrider spill").digest()
         own = hashlib.blake2b(b"owner", key=secret, digest_size=8).hexdigest()
         return f"{own}-{hashlib.blake2b(name.encode(), key=secret, digest_size=16).hexdigest()}{SUFFIX}"
@@ -85,8 +65,8 @@ class SpillTarget:
     def facts(self, place: str) -> dict[str, Any]:
         """The part of the header that must be equal."""
         return {
-            "target": self.identity,
-            "type": self.type.value,
+            "target": self.target,
+            "type": "exact",  # earlier versions could round: those files have another type
             "layout": list(self.layout),
             "block_size": self.block_size,
             "block_bytes": self.block_bytes,
@@ -96,10 +76,7 @@ class SpillTarget:
 
 @dataclass(frozen=True, slots=True)
 class Spilled:
-    """A prefix on disk, its header and ids checked, its blocks not yet. created: seconds of the wall clock.
-
-    is_exact: which of its blocks are not rounded; None in a file of none that are.
-    """
+    """A prefix on disk, its header and ids checked, its blocks not yet. created: seconds of the wall clock."""
 
     path: Path
     tokens: array[int]
@@ -108,24 +85,14 @@ class Spilled:
     data_start: int
     data_bytes: int
     data_digest: str
-    is_exact: NDArray[np.bool_] | None = None
 
 
-def write(
-    path: Path, target: SpillTarget, tokens: Sequence[int], data: NDArray[np.uint8], created: float
-) -> tuple[int, int]:
-    """Writes the file, readable by this user only, and renames it into place. Raises OSError.
-
-    Returns its bytes, and how many of its blocks are beyond the bound of its type, so not rounded.
-    """
-    ids, packed, exact, num_beyond = np.asarray(tokens, dtype="<u4").tobytes(), data, {}, 0
-    if target.codec is not None:
-        packed, is_exact = target.codec.pack(data)
-        exact, num_beyond = {"exact": np.packbits(is_exact).tobytes().hex()}, int(is_exact.sum())
-    flat = np.ascontiguousarray(packed).reshape(-1).data
+def write(path: Path, target: SpillTarget, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> int:
+    """Writes the file, readable by this user only, and renames it into place; returns its bytes. Raises OSError."""
+    ids = np.asarray(tokens, dtype="<u4").tobytes()
+    flat = np.ascontiguousarray(data).reshape(-1).data
     header = json.dumps(
         target.facts(path.name)
-        | exact
         | {
             "num_tokens": len(tokens),
             "num_blocks": len(data),
@@ -147,7 +114,7 @@ def write(
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    return size, num_beyond
+    return size
 
 
 def open_checked(path: Path) -> BinaryIO:
@@ -186,29 +153,21 @@ def read_head(path: Path, target: SpillTarget, now: float, max_s: float) -> Spil
         start = file.tell()
         if hashlib.sha256(ids).hexdigest() != facts["tokens_sha256"]:
             raise BadFile("its ids are damaged")
-        is_exact, data_bytes = None, num_blocks * target.block_bytes
-        if target.codec is not None:
-            flags = np.frombuffer(bytes.fromhex(facts["exact"]), np.uint8)
-            if len(flags) != -(-num_blocks // 8):
-                raise BadFile("its counts are impossible")
-            is_exact = np.unpackbits(flags, count=num_blocks).astype(np.bool_)
-            data_bytes = target.codec.num_packed(is_exact)
+        data_bytes = num_blocks * target.block_bytes
         if os.fstat(file.fileno()).st_size != start + data_bytes:
             raise BadFile("it has another length")
     tokens = np.frombuffer(ids, dtype="<u4")
     if int(tokens.max()) >= target.vocab_size:
         raise BadFile("it has ids beyond the vocabulary")
     found = array("i", tokens.tolist())
-    return Spilled(path, found, num_blocks, created, start, data_bytes, facts["data_sha256"], is_exact)
+    return Spilled(path, found, num_blocks, created, start, data_bytes, facts["data_sha256"])
 
 
-def read_blocks(spilled: Spilled, target: SpillTarget) -> NDArray[np.uint8]:
+def read_blocks(spilled: Spilled) -> NDArray[np.uint8]:
     """Reads and checks the blocks: [num_blocks, bytes of a block]. Raises OSError or BadFile."""
     with open_checked(spilled.path) as file:
         file.seek(spilled.data_start)
         data = np.fromfile(file, np.uint8, spilled.data_bytes)
     if len(data) != spilled.data_bytes or hashlib.sha256(data.data).hexdigest() != spilled.data_digest:
         raise BadFile("its blocks are damaged")
-    if target.codec is not None and spilled.is_exact is not None:
-        return target.codec.unpack(data, spilled.is_exact)
     return data.reshape(spilled.num_blocks, -1)

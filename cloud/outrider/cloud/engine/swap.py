@@ -99,7 +99,6 @@ class BlockSwap:
         try:
             self._runtime.write_blocks(sequence.blocks[first:end], data[first:end])
             sequence.computed = end * size
-            sequence.is_lossy = self.store.is_lossy
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # what these blocks hold is not known: their tokens run
@@ -112,16 +111,12 @@ def _open_store(runtime: BatchRuntime, config: SpillConfig, totals: Totals) -> S
     if reason is not None or not isinstance(runtime, BlockRuntime):
         raise ConfigError(f"--spill-dir keeps the KV cache, and {reason}; leave it out")
     limits = runtime.limits
-    try:
-        target = SpillTarget(
-            config.target,
-            runtime.block_layout,
-            runtime.block_size,
-            runtime.block_bytes,
-            limits.vocab_size,
-            limits.max_positions,
-            config.type,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--spill-type {config.type}: {error}; use --spill-type exact") from None
+    target = SpillTarget(
+        config.target,
+        runtime.block_layout,
+        runtime.block_size,
+        runtime.block_bytes,
+        limits.vocab_size,
+        limits.max_positions,
+    )
     return SpillStore(config, target, totals)

@@ -12,7 +12,7 @@ from typing import Final
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import EngineConfig, EngineThread
-from outrider.cloud.engine.config import SpillConfig, SpillType, TreeForm
+from outrider.cloud.engine.config import SpillConfig, TreeForm
 from outrider.cloud.server.options import Exactness, ServeOptions
 from outrider.cloud.server.signals import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target, instruction_set, target_identity
@@ -100,7 +100,6 @@ def _config(options: ServeOptions, target: str, step_tokens: int | None = None) 
             f"{target} {instruction_set()}",
             (options.spill_mb or _SPILL_MB) << 20,
             always=options.ray,  # replicas find each other's
-            type=options.spill_type or SpillType.EXACT,
         )
     return EngineConfig(
         max_running=options.max_running,
@@ -149,10 +148,6 @@ def _is_batch_invariant(options: ServeOptions, kind: str, device: str) -> bool:
         if is_openvino and options.tree is TreeForm.TREE:
             raise ConfigError(
                 "--tree tree gives up logits that are bitwise equal in all steps; leave it or --exact out"
-            )
-        if options.spill_type not in (None, SpillType.EXACT):
-            raise ConfigError(
-                f"--spill-type {options.spill_type.value} rounds what texts go on from; leave it or --exact out"
             )
     if is_cuda:
         return options.exact is Exactness.BITWISE

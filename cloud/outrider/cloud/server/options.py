@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final
 import click
 import typer
 
-from outrider.cloud.engine.config import SpillType, TreeForm
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import ConfigError
@@ -117,6 +117,7 @@ class ServeOptions(AccessOptions):
         "--upstream-key-file": "Set OUTRIDER_UPSTREAM_KEY.",
         "--spill": "Prefixes are written when they lose their place in memory; at once with Ray.",
         "--spill-s": "A prefix is kept for an hour; --spill-mb bounds their size.",
+        "--spill-type": "Files of prefixes are exact; --spill-mb bounds their size.",
         "--recent-s": "A recent text is kept for ten minutes; --no-recent keeps none.",
         "--cache-dir": "Compiled models are kept below OUTRIDER_CACHE.",
         "--step-tokens": "A step has 256 tokens, or 8 per sequence where that is more; with vLLM on a GPU 2,048.",
@@ -228,13 +229,6 @@ class ServeOptions(AccessOptions):
             help="Write parked prefixes here, keys, values and ids, and read them when they are continued. Replicas "
             "with one directory find each other's.",
             metavar="DIR",
-        ),
-    ] = None
-    spill_type: Annotated[
-        SpillType | None,
-        typer.Option(
-            help="exact, the default: bit for bit; fp16, fp8: rounded within a checked bound, so texts that continue a "
-            "prefix from --spill-dir are no longer exactly the target's."
         ),
     ] = None
     spill_mb: Annotated[int | None, typer.Option(min=1, help="Size of --spill-dir, MiB; default: 1024.")] = None

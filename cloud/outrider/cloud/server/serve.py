@@ -57,7 +57,7 @@ def serve(options: ServeOptions) -> int:
     """
     for name, (needed, is_there) in {
         **dict.fromkeys(("replicas", "gpus_per_replica"), ("--ray", options.ray)),
-        **dict.fromkeys(("spill_mb", "spill_type"), ("--spill-dir", options.spill_dir is not None)),
+        "spill_mb": ("--spill-dir", options.spill_dir is not None),
     }.items():
         if getattr(options, name) is not None and not is_there:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect without {needed}; give that too")
