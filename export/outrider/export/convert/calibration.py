@@ -80,7 +80,9 @@ def complete_texts(core: Any, model: Any, feeds: Sequence[Sequence[int]]) -> lis
     for position in range(TEXT_TOKENS - 1):
         # All texts at once, one token each: read from where a text is given, else sampled.
         column = np.array([[text[position]] for text in texts], np.int64)
-        logits: NDArray[np.float32] = request.infer(_inputs(model, column, position))["logits"][:, -1]
+        request.start_async(_inputs(model, column, position))
+        request.wait()  # `infer` hides that memory was short, as in `run_request`
+        logits: NDArray[np.float32] = request.get_tensor("logits").data[:, -1]
         for seed, (text, row) in enumerate(zip(texts, logits, strict=True)):
             if len(text) == position + 1:
                 text.append(pick(row, SamplingParams(temperature=1.0, seed=seed), position + 1))
