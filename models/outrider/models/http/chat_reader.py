@@ -294,7 +294,7 @@ READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
 class ChatStyle:
     """How to read the texts of a call. tools: the format of calls; None: the text has none.
 
-    has_reasoning: it may begin with reasoning. is_one_call: `parallel_tool_calls` is false. is_forced: `tool_choice`
+    has_reasoning: it may begin with reasoning. is_one_call: calls after the first are dropped. is_forced: `tool_choice`
     names the function, so the reason stays "stop", as OpenAI's. shows_reasoning: false drops it.
     """
 
