@@ -31,13 +31,15 @@ TEMPLATES: Final = {
 
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_a_template_takes_back_the_calls_that_it_led_to(form: str) -> None:
-    """With the tool's answer; its messages are as OpenAI's client holds them."""
+    """With the tool's answer, after turns without calls; its messages are as OpenAI's client holds them."""
     tokenizer = fake_tokenizer(chat_template=TEMPLATES[form])
     messages: list[dict[str, Any]] = [{"role": "user", "content": "zip"}]
     body = ChatRequest.model_validate({"messages": messages, "tools": [tool("time"), tool("weather")]})
     reader = ChatReader(chat_style(body, dialect_of(tokenizer), "m"))
     reader.push(written(form, ("time", {}), ("weather", {"city": "Rome"})), is_last=True)
     messages += [
+        {"role": "assistant", "content": "9", "refusal": None, "tool_calls": None},
+        {"role": "assistant", "content": "9", "tool_calls": []},
         {"role": "assistant", "content": None, "tool_calls": reader.calls},
         *({"role": "tool", "content": "9", "tool_call_id": call["id"]} for call in reader.calls),
     ]

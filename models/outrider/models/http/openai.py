@@ -257,7 +257,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. The chat template gets other fields unchanged."""
+    """One turn of a conversation. The chat template gets other fields unchanged, unless they are null."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -269,9 +269,10 @@ class ChatMessage(BaseModel):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        others = dict(self.model_extra or {})
-        if "tool_calls" in others:
-            others["tool_calls"] = with_read_arguments(others["tool_calls"])
+        # Templates ask whether a field is there, and clients send back all fields of an answer.
+        others = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if calls := others.pop("tool_calls", None):
+            others["tool_calls"] = with_read_arguments(calls)
         return {**others, "role": self.role, "content": content or ""}
 
 
