@@ -1,4 +1,4 @@
-"""What comes back of an answer in the next turn, through chat templates that are as strict as their models' own."""
+"""Conversations through chat templates as strict as their models' own: instructions, and calls that come back."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def test_a_template_takes_back_the_calls_that_it_led_to(form: str) -> None:
     assert tokenizer.decode(encode_chat(tokenizer, 4096, again)).endswith("tool: 9\nassistant: ")
     assert {call["id"].isalnum() for call in reader.calls} == {form == "mistral"}
     assert len(reader.calls) == (1 if form == "llama" else 2)
+
+
+def test_a_developers_message_is_the_systems_where_the_template_knows_no_other() -> None:
+    """Qwen's leaves a message out whose role it does not know."""
+    plain = TEMPLATES["hermes"].replace("messages %}", "messages if m.role in ('system', 'user') %}")
+    body = ChatRequest.model_validate({"messages": [{"role": "developer", "content": "Be brief."}]})
+    for template, role in ((plain, "system"), (plain.replace("'system'", "'developer'"), "developer")):
+        tokenizer = fake_tokenizer(chat_template=template)
+        assert tokenizer.decode(encode_chat(tokenizer, 4096, body)) == f"{role}: Be brief.\nassistant: "

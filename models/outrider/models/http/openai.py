@@ -264,8 +264,8 @@ class ChatMessage(BaseModel):
     role: str
     content: TextOrParts | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message for a chat template: its content is one text."""
+    def for_template(self, developer: str = "developer") -> dict[str, Any]:
+        """The message for a chat template: its content is one text. developer: what the template calls this role."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -273,7 +273,8 @@ class ChatMessage(BaseModel):
         others = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         if calls := others.pop("tool_calls", None):
             others["tool_calls"] = with_read_arguments(calls)
-        return {**others, "role": self.role, "content": content or ""}
+        role = developer if self.role == "developer" else self.role
+        return {**others, "role": role, "content": content or ""}
 
 
 Messages = Annotated[
