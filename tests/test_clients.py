@@ -137,7 +137,7 @@ def test_a_stream_has_openais_schema(cloud: FakeServer, client: Any) -> None:
     """The role first, the reason last, then usage, then [DONE]; one id throughout."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     with client.chat.completions.with_streaming_response.create(messages=MESSAGES, **ASKED, **options) as answer:
-        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         lines = [line for line in answer.iter_lines() if line and not line.startswith(":")]
     assert lines.pop() == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
