@@ -137,7 +137,7 @@ def test_a_stream_has_openais_schema(cloud: FakeServer, client: Any) -> None:
     """The role first, the reason last, then usage, then [DONE]; one id throughout."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     with client.chat.completions.with_streaming_response.create(messages=MESSAGES, **ASKED, **options) as answer:
-        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         lines = [line for line in answer.iter_lines() if line and not line.startswith(":")]
     assert lines.pop() == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -308,14 +308,23 @@ def test_a_busy_endpoint_and_one_without_a_verifier() -> None:
 
 
 def test_a_busy_verifier() -> None:
-    """RateLimitError, with `Retry-After`, for more texts at once than a key may have."""
+    """RateLimitError, with `Retry-After`, for more texts at once than a key may have, and BadRequestError, which no
+    client repeats, for a call that has more of them itself.
+    """
     with (
-        serve_fake(ServerSettings(max_sessions=1)) as busy,
+        serve_fake(ServerSettings(max_sessions=1), gate=StepGate()) as busy,
         openai.OpenAI(base_url=f"{busy.url}/v1", api_key="unused", max_retries=0) as client,
     ):
-        with pytest.raises(openai.RateLimitError) as raised:
-            client.completions.create(prompt=["zip", "all"], **ASKED)
-        assert raised.value.code == "too_many_sessions" and raised.value.response.headers["retry-after"] == "1"
+        for several in ({"prompt": ["zip", "all"]}, {"prompt": "zip", "n": 2}):
+            with pytest.raises(openai.BadRequestError, match="asks for 2 texts; this client may have 1") as refused:
+                client.completions.create(**several, **ASKED)
+            assert refused.value.param == "n"
+        with client.completions.create(prompt="zip", stream=True, **ASKED):
+            with pytest.raises(openai.RateLimitError) as raised:
+                client.completions.create(prompt="all", **ASKED)
+            assert raised.value.code == "too_many_sessions" and raised.value.response.headers["retry-after"] == "1"
+        busy.gate.open()
+        busy.wait_until(busy.is_empty)
         assert client.completions.create(prompt="zip", **ASKED).choices[0].text
 
 

@@ -29,7 +29,7 @@ from outrider.cloud.api.admission import Admission, Asked
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage, ServingEngine, Sink
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import Throttled
+from outrider.models.http.errors import FieldError, Throttled
 from outrider.models.http.keys import ApiKey, KeyRing
 from outrider.models.http.limits import MAX_BUCKETS, Slots, TokenBudget
 from outrider.models.picks.sampling import SamplingParams
@@ -227,6 +227,8 @@ async def test_slots_of_an_owner_may_be_fewer_or_more() -> None:
     waiting = asyncio.ensure_future(slots.wait(b"few"))
     await asyncio.sleep(0)
     assert not waiting.done()
+    with pytest.raises(FieldError, match="asks for 2 texts; this client may have 1 open"):
+        slots.take(b"few", 2)
     slots.release(b"few")
     await waiting
     assert slots.num_taken == 6

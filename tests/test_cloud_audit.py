@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import StepGate, key_line, open_session, run_session, serve_fake
+from tests.serving import StepGate, fake_tokenizer, key_line, open_session, run_session, serve_fake, target_tokens
 from tests.waiting import wait_until
 
 from outrider.cloud.api.audit import MAX_REFUSED_LINES, MAX_WAITING, AuditLog
@@ -81,6 +81,26 @@ def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
     assert SECRET not in text and KEY not in text and ApiKey.plain(KEY).digest.hex() not in text
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("cascaded", [False, True])
+def test_a_text_that_its_stop_string_ends_is_not_cancelled(tmp_path: Path, cascaded: bool) -> None:
+    """Neither in the log nor, with an engine of its own, in metrics; nothing is kept of what lies behind its end."""
+    path, ids = tmp_path / "audit.jsonl", fake_tokenizer().encode(SECRET)
+    stop = fake_tokenizer().decode(target_tokens(ids, 20))[9:12]
+    body = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True, "stop": [stop]}
+    with (
+        closing(AuditLog(path)) as log,
+        serve_fake(name="large") as target,
+        serve_fake(settings_of(log), upstream=target.url if cascaded else None) as server,
+        httpx.Client(base_url=server.url, headers=HEADERS) as client,
+    ):
+        assert run_session(client, body | {"prompt": ids, "keep_prefix": True}).end.cut is not None
+        answer = client.post("/v1/completions", json=body | {"prompt": SECRET})
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+        stats = server.core.engine.stats()
+        assert stats.parked == 0 and (cascaded or stats.distributions.ends["stop"] == 2)
+    assert [line["end"] for line in lines_of(path)] == ["stop", "stop"]
 
 
 def test_downloads_are_written_and_lists_are_not(tmp_path: Path) -> None:

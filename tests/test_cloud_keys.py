@@ -184,7 +184,7 @@ def test_a_key_has_limits_of_its_own() -> None:
     with serve_fake(ServerSettings(keys), gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 1}
         two = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
-        assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (429, "too_many_sessions")
+        assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (400, "invalid_parameter")
         refused = client.post("/v1/completions", json=body, headers=bearer(ALICE))
         assert code_of(refused) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 900
         server.gate.open()

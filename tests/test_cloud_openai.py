@@ -96,7 +96,7 @@ def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stream": True}
     plain = chunks_of(client.post("/v1/completions", json=body))
     answer = client.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}})
-    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *pieces, last = chunks_of(answer)
     for chunk in pieces:
         openai_answers.Completion.model_validate(chunk)

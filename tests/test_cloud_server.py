@@ -203,11 +203,11 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
 
 
 def test_the_document_knows_which_temperatures_are_refused(client: httpx.Client) -> None:
-    """Those between greedy and the smallest one, in every request that has a temperature."""
+    """Those between greedy and the smallest one, in every request that has a temperature, but for OpenAI's."""
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     properties = [schema.get("properties", {}) for schema in schemas.values()]
     found = [each["temperature"] for each in properties if "not" in each.get("temperature", {})]
-    assert len(found) >= 4
+    assert len(found) >= 2 and sum("temperature" in each for each in properties) == len(found) + 2
     least = 0.0001
     assert {each["not"]["exclusiveMaximum"] for each in found} == {least}
     assert {(each["not"]["type"], each["not"]["exclusiveMinimum"]) for each in found} == {("number", 0.0)}

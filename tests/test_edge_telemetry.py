@@ -98,6 +98,17 @@ def test_times_count_from_a_requests_arrival(local: LocalEndpoint, monkeypatch: 
         assert metrics.ttft_s.total - before[0] >= 0.2 and metrics.e2e_s.total - before[1] >= 0.2
 
 
+def test_a_text_that_its_stop_string_ends_is_not_cancelled(local: LocalEndpoint) -> None:
+    """Nor without a time, where the device alone knows of its end: the server shows no special tokens."""
+    (choice,) = local.post(ASKED)["choices"]
+    before = samples(local)
+    local.post(ASKED | {"max_tokens": 3000, "stop": choice["text"][9:12], "skip_special_tokens": False})
+    local.wait_until(local.is_at_rest)
+    found, times = samples(local), "outrider_e2e_request_latency_seconds_count"
+    ended = 'outrider_device_texts_total{reason="stop"}'
+    assert found[ended] - before.get(ended, 0.0) == found[times] - before[times] == 1
+
+
 def test_metrics_have_no_word_of_a_text(local: LocalEndpoint) -> None:
     """Neither of prompts, paths and names, nor a key."""
     httpx.post(f"{local.url}/v1/completions", json=ASKED, headers={"Authorization": f"Bearer {KEY}"})

@@ -32,6 +32,13 @@ def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
     assert openai.ChatMessage.model_validate(message).model_dump(exclude_unset=True) == message
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 1e-8}, {"temperature": 9e-5}, {"top_p": 0}, {"top_p": 0.0}])
+def test_what_keeps_the_best_token_only_is_greedy(fields: dict[str, float]) -> None:
+    """OpenAI's ranges begin at 0; our sampler's do not."""
+    for kind, asks in ((openai.CompletionRequest, {"prompt": "a"}), (openai.ChatRequest, {"messages": MESSAGES})):
+        assert kind.model_validate({**asks, "seed": 7, **fields}).sampling() == SamplingParams(0.0, seed=7)
+
+
 @pytest.fixture(scope="module", params=["endpoint", "verifier"])
 def client(request: pytest.FixtureRequest, cloud: FakeServer, local: LocalEndpoint) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=local.url if request.param == "endpoint" else cloud.url, timeout=30.0) as opened:

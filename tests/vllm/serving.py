@@ -22,7 +22,7 @@ from tests.waiting import TIMEOUT_S
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, SequenceEndReason, ServingEngine, Sink
 from outrider.cloud.vllm.adapters import Adapter, with_adapters
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.engine import VllmEngine
@@ -226,8 +226,8 @@ class _View(ServingEngine):
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         self._engine.draft_tree(sequence_id, message)
 
-    def cancel(self, sequence_id: int) -> None:
-        self._engine.cancel(sequence_id)
+    def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
+        self._engine.cancel(sequence_id, reason)
 
     def stats(self) -> EngineStats:
         stats = self._engine.stats()

@@ -39,20 +39,21 @@ def test_the_cache_is_shared_within_an_owner_only(vllm: SharedEngine) -> None:
 
 
 def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
-    """Before vLLM knows of it, and while it runs; nothing stays open, no task is left."""
+    """Before vLLM knows of it, and while it runs, with a reason; nothing stays open or kept, no task is left."""
     gate = vllm.gate()
     early, late = Collector(), Collector()
-    request = flat_request(PROMPT, SamplingParams(), 3000)
+    request, num_kept = flat_request(PROMPT, SamplingParams(), 3000, keep=True), vllm.engine.stats().parked
     vllm.engine.cancel(vllm.engine.submit(request, early))
     number = vllm.engine.submit(request, late)
     gate.allow(30)
     wait_until(lambda: bool(late.tokens))
+    vllm.engine.cancel(number, "stop")
     vllm.engine.cancel(number)
     gate.open()
-    assert (early.wait().reason, late.wait().reason) == ("cancelled", "cancelled")
+    assert (early.wait().reason, late.wait().reason) == ("cancelled", "stop")
     assert late.tokens == vllm.target_tokens(PROMPT, len(late.tokens)) and len(late.tokens) < 100
     stats = vllm.engine.stats()
-    assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
+    assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks and stats.parked == num_kept
     run(vllm.engine, PROMPT, 1)  # tasks of the first two have ended by now; two are the engine's own
     assert len(vllm.engine._processes._works) <= 3
 

@@ -364,8 +364,8 @@ class ServingEngine(Protocol):
         Raises RequestError as `draft` does.
         """
 
-    def cancel(self, sequence_id: int) -> None:
-        """Ends a sequence early; does nothing if it is over."""
+    def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
+        """Ends a sequence early; does nothing if it is over. reason: "stop" where its text is whole. Parks nothing."""
 
     def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
         """Replaces what a sequence generated after its first `base` tokens by `tokens`, at least one.

@@ -232,7 +232,7 @@ class Generation(CallTexts[_Sequence, Event]):
             return []  # committed between the stop string and the cancellation
         deltas = choice.push(index, event.tokens, event.logprobs)
         if choice.has_stopped:
-            self.core.engine.cancel(choice.sequence_id)
+            self.core.engine.cancel(choice.sequence_id, "stop")
         return deltas
 
     def _end(self, index: int, event: EndEvent) -> list[Delta]:

@@ -138,7 +138,7 @@ def session_routes(core: Core) -> APIRouter:
                 step_times=core.step_times,
                 line=session.line,
                 text=text,
-                on_stop=lambda: core.engine.cancel(session.sequence_id),
+                on_stop=lambda: core.engine.cancel(session.sequence_id, "stop"),
             )
         except BaseException:
             close()

@@ -111,10 +111,11 @@ class EngineState:
             distributions=self._distributions,
         )
 
-    def _cancel(self, sequence_id: int) -> None:
+    def _cancel(self, sequence_id: int, reason: SequenceEndReason) -> None:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
-            self._finish(sequence, "cancelled")
+            sequence.request = replace(sequence.request, keep=False)  # it has tokens that the text has not
+            self._finish(sequence, reason)
 
     def _expire(self, now: float) -> None:
         """Ends the sequences whose deadline has passed: with their text, or with an error where they have none."""

@@ -23,7 +23,7 @@ from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.sources import DraftSource
-from outrider.cloud.seam import EndEvent, GenerateRequest, Sink
+from outrider.cloud.seam import EndEvent, GenerateRequest, SequenceEndReason, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.picks.acceptance import Rule
@@ -157,9 +157,9 @@ class Intake(EngineState):
             raise
         self._put(merge, sequence)
 
-    def cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
         """Ends a sequence early; does nothing if it is over."""
-        self._put(lambda: self._cancel(sequence_id))
+        self._put(lambda: self._cancel(sequence_id, reason))
 
     def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
         """Replaces what a sequence generated after its first `base` tokens by `tokens`, as `ServingEngine.rewind`."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from outrider.cloud.engine.request_checks import check_base, check_draft, check_request, open_one
-from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.seam import EngineStats, GenerateRequest, SequenceEndReason, ServingEngine, Sink
 from outrider.cloud.upstream.cascade_text import CascadedText
 from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamClient, UpstreamRetry
 from outrider.models.errors import RequestError
@@ -112,10 +112,10 @@ class CascadeEngine(ServingEngine):
         check_base(message.base, len(text.confirmed))
         self._post(lambda: text.mid.draft_tree(message))
 
-    def cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
         """Ends a text early; does nothing if it is over."""
         if (text := self._texts.get(sequence_id)) is not None:
-            self._post(partial(text.end, "cancelled"))
+            self._post(partial(text.end, reason))
 
     def stats(self) -> EngineStats:
         """The mid-size verifier's."""

@@ -117,10 +117,7 @@ class VllmEngine(ServingEngine):
     def end(self, sequence_ids: Iterable[int], reason: SequenceEndReason) -> None:
         """Ends these sequences, those that are over left out, with a reason."""
         for number in sequence_ids:
-            sequence = self._sequences.by_number.get(number)
-            if sequence is not None:
-                sequence.ending = reason
-                self.cancel(number)
+            self.cancel(number, reason)
 
     def close(self) -> None:
         """Ends vLLM's processes. Call it after `stop`, once."""
@@ -214,11 +211,11 @@ class VllmEngine(ServingEngine):
                 raise _not_taken()
             sequence.nodes.add(message)
 
-    def cancel(self, sequence_id: int) -> None:
+    def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
         """Ends a sequence early; does nothing if it is over."""
         sequence = self._sequences.by_number.get(sequence_id)
         if sequence is not None:
-            self._processes.post(self._abort, sequence)
+            self._processes.post(self._abort, sequence, reason)
 
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
@@ -290,10 +287,10 @@ class VllmEngine(ServingEngine):
             else:
                 self._sequences.end(sequence, "error", failed())
 
-    def _abort(self, sequence: OpenSequence) -> None:
+    def _abort(self, sequence: OpenSequence, reason: SequenceEndReason = "cancelled") -> None:
         if sequence.is_cancelled or sequence.number not in self._sequences.by_number:
             return
-        sequence.is_cancelled = True
+        sequence.is_cancelled, sequence.ending = True, reason
         if sequence.is_added:
             self._processes.begin(self._processes.llm.abort(sequence.name))
 

@@ -154,7 +154,8 @@ class OpenSequences:
         if reason == "deadline" and not sequence.generated:
             reason, error = "error", deadline_exceeded()
         request, name = sequence.request, None
-        if error is None and request.is_parked_after(reason):
+        # What is cancelled as "stop" has tokens that the text has not.
+        if error is None and sequence.ending != "stop" and request.is_parked_after(reason):
             name = self.kept.keep(request.asker.owner, [*sequence.prompt, *sequence.generated], request.asker.name_of)
         if not sequence.is_probe:
             self.distributions.ended(reason)

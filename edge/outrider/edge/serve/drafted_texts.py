@@ -165,7 +165,9 @@ class LocalTexts(CallTexts[_Text, _Event]):
             metrics.ended(result)
             self.reader.put((index, result))
         except asyncio.CancelledError:  # a stop string, or the client has left
-            metrics.texts["cancelled"] += 1
+            if choice.has_stopped:
+                timer.ended()
+            metrics.texts["stop" if choice.has_stopped else "cancelled"] += 1
             raise
         except Exception as error:
             metrics.texts["failed"] += 1

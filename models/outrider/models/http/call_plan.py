@@ -246,7 +246,7 @@ def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatSty
     return ChatStyle(
         tools=dialect.tools if body.may_call_tools else None,
         has_reasoning=dialect.has_reasoning,
-        is_one_call=body.parallel_tool_calls is False,
+        is_one_call=body.parallel_tool_calls is False or dialect.tools == "llama",  # its template takes one back
         is_forced=isinstance(body.tool_choice, NamedTool),
         shows_reasoning=body.include_reasoning is not False,
     )

@@ -294,7 +294,7 @@ READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
 class ChatStyle:
     """How to read the texts of a call. tools: the format of calls; None: the text has none.
 
-    has_reasoning: it may begin with reasoning. is_one_call: `parallel_tool_calls` is false. is_forced: `tool_choice`
+    has_reasoning: it may begin with reasoning. is_one_call: calls after the first are dropped. is_forced: `tool_choice`
     names the function, so the reason stays "stop", as OpenAI's. shows_reasoning: false drops it.
     """
 
@@ -346,7 +346,9 @@ class ChatReader:
             self.calls[call.index]["function"]["arguments"] += call.arguments
             return {"index": call.index, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
-        whole = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        # Mistral's templates take nine letters or digits back, and nothing else.
+        call_id = secrets.token_hex(5)[:9] if self._style.tools == "mistral" else f"call_{secrets.token_hex(12)}"
+        whole = {"id": call_id, "type": "function", "function": function}
         self.calls.append(whole)
         return {"index": call.index, **whole, "function": dict(function)}
 

@@ -191,12 +191,12 @@ def truncated(prompt: list[int], max_tokens: int, body: GenerationRequest) -> li
 
 def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> list[int]:
     """The token ids of a conversation, through the model's chat template. Raises RequestError."""
+    tools = body.tools_for_template()
+    # Most templates know OpenAI's newer name of the role not at all: they refuse its messages, or leave them out.
+    is_known = "developer" in (tokenizer.template_source(has_tools=bool(tools)) or "")
+    messages = [message.for_template("developer" if is_known else "system") for message in body.messages]
     try:
-        text = tokenizer.apply_chat_template(
-            [message.for_template() for message in body.messages],
-            tools=body.tools_for_template(),
-            variables=body.chat_template_kwargs,
-        )
+        text = tokenizer.apply_chat_template(messages, tools=tools, variables=body.chat_template_kwargs)
     except TokenizerError as error:
         raise FieldError("chat_template_refused", str(error), param="messages") from None
     check_length(tokenizer, max_tokens, text)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import Throttled
+from outrider.models.http.errors import FieldError, Throttled
 from outrider.models.process.by_owner import Shares
 
 BURST_S: Final = 2.0
@@ -158,13 +158,16 @@ class Slots:
         return self._max_each if own is None else own
 
     def take(self, owner: bytes, count: int = 1) -> None:
-        """Takes `count` slots. Raises RequestError 429 `too_many_sessions`, and takes none, when too few are free."""
+        """Takes `count` slots. Raises RequestError as `require`, and takes none, when too few are free."""
         self.require(owner, count)
         self._taken.add(owner, count)
 
     def require(self, owner: bytes, count: int = 1) -> None:
-        """Raises RequestError 429 `too_many_sessions` when fewer than `count` slots are free."""
+        """Raises RequestError if fewer than `count` slots are free: 429 `too_many_sessions`; 400 for more than all."""
         limit = self.limit(owner)
+        if count > limit:
+            words = f"n: the request asks for {count} texts; this client may have {limit} open. Send several requests"
+            raise FieldError("invalid_parameter", words, param="n")
         if self._taken[owner] + count > limit:
             raise RequestError(
                 "too_many_sessions",

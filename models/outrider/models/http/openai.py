@@ -40,7 +40,6 @@ from outrider.models.wire.fields import (
     MAX_COUNT,
     MAX_TOP_LOGPROBS,
     MODEL,
-    NO_NEAR_GREEDY,
     PRIORITY,
     DeadlineMs,
     Integer,
@@ -71,9 +70,9 @@ class GenerationRequest(ProcessorParameters):
     model: str | None = Field(default=None, description=MODEL)
     max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
     temperature: Number | None = Field(
-        default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy", json_schema_extra=NO_NEAR_GREEDY
+        default=None, ge=0.0, le=100.0, description="1 if unset; 0, and anything under 0.0001, is greedy"
     )
-    top_p: Number | None = Field(default=None, gt=0.0, le=1.0)
+    top_p: Number | None = Field(default=None, ge=0.0, le=1.0, description="0 is greedy")
     top_k: Integer | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 or -1: off")
     min_p: Number | None = Field(default=None, ge=0.0, le=1.0)
     seed: Integer | None = Field(default=None, ge=0, le=MAX_SEED, description="random if unset, and reported")
@@ -174,10 +173,13 @@ class GenerationRequest(ProcessorParameters):
 
     def sampling(self) -> SamplingParams:
         """The sampler's parameters, with a random seed if none was given. Raises SamplingError."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if temperature < 1e-4 or self.top_p == 0.0:  # OpenAI's ranges have both, and `SamplingParams` refuses them
+            temperature = 0.0
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=temperature,
             top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_p=self.top_p or 1.0,
             min_p=self.min_p or 0.0,
             # 53 bits, so that a reported seed survives clients whose numbers are floats.
             seed=secrets.randbits(53) if self.seed is None else self.seed,
@@ -257,22 +259,24 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. The chat template gets other fields unchanged."""
+    """One turn of a conversation. The chat template gets other fields unchanged, unless they are null."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
     content: TextOrParts | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message for a chat template: its content is one text."""
+    def for_template(self, developer: str = "developer") -> dict[str, Any]:
+        """The message for a chat template: its content is one text. developer: what the template calls this role."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        others = dict(self.model_extra or {})
-        if "tool_calls" in others:
-            others["tool_calls"] = with_read_arguments(others["tool_calls"])
-        return {**others, "role": self.role, "content": content or ""}
+        # Templates ask whether a field is there, and clients send back all fields of an answer.
+        others = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if calls := others.pop("tool_calls", None):
+            others["tool_calls"] = with_read_arguments(calls)
+        role = developer if self.role == "developer" else self.role
+        return {**others, "role": role, "content": content or ""}
 
 
 Messages = Annotated[

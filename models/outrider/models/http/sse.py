@@ -61,7 +61,7 @@ KEEP_ALIVE: Final = b":\n\n"
 """A comment: readers skip it, proxies keep the connection, and a vanished client is noticed."""
 
 HEADERS: Final = [
-    (b"content-type", b"text/event-stream"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),  # some clients take text for Latin-1 where nothing is said
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
