@@ -78,6 +78,10 @@ def chain(length: int) -> Any:
     return {"$defs": {**defs, f"a{length}": {"type": "null"}}, "$ref": "#/$defs/a0"}
 
 
+def gbnf(num_rules: int) -> str:
+    return "".join(f'a{i} ::= "a" a{i + 1}\n' for i in range(num_rules - 2)) + f'root ::= a0\na{num_rules - 2} ::= "a"'
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
@@ -90,6 +94,7 @@ def chain(length: int) -> Any:
         ("json_schema", '{"type":"number","multipleOf":0.000123457}', "multipleOf is 123457"),
         ("json_schema", '{"multipleOf":1,"multipleOf":1e300}', "multipleOf"),
         ("grammar", "start: A0\n" + "".join(f"A{i}: ~A{i + 1}\n" for i in range(300)) + 'A300: "x"', "301|302 rules"),
+        ("grammar", gbnf(257), "it has 257 rules and other colons"),
         ("grammar", 'start: %json {"type":"integer","multipl\\u0065Of":999983}', "multipleOf is 999983"),
         (
             "grammar",
@@ -245,9 +250,16 @@ def test_a_text_that_fills_a_lexer_alone_ends_by_name(fresh: GrammarCompiler) ->
     assert state.length > 1_000
 
 
-@pytest.mark.parametrize("schema", [nested(40), chain(100), {"enum": ["x" * 60_000]}])
-def test_what_is_within_the_bounds_compiles(schema: Any, compiler: GrammarCompiler) -> None:
-    assert compiler.compile(GrammarSpec.json_schema(schema)).state().forced()
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *map(GrammarSpec.json_schema, (nested(40), chain(100), {"enum": ["x" * 60_000]})),
+        GrammarSpec("grammar", gbnf(256)),
+    ],
+    ids=["nested", "chain", "long", "rules"],
+)
+def test_what_is_within_the_bounds_compiles(spec: GrammarSpec, compiler: GrammarCompiler) -> None:
+    assert compiler.compile(spec).state().forced()
 
 
 def test_a_grammar_is_compiled_once_per_owner(compiler: GrammarCompiler) -> None:
