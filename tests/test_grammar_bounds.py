@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -367,16 +368,23 @@ def test_a_text_that_is_resumed_is_read_more_strictly(
 
 
 def test_references_and_patterns_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of names that lead nowhere are looked at once; patterns take time with the cube of their number."""
-    walks: list[object] = []
-    depth = bounds._depth
+    """However many names lead nowhere, or to parts of each other, each part is looked at three times. Patterns take
+    time with the cube of their number.
+    """
+    looked_at: list[object] = []
+    children = bounds._children
 
-    def counted(value: object) -> int:
-        walks.append(value)
-        return depth(value)
+    def counted(value: object) -> Iterator[Any]:
+        looked_at.append(value)
+        return children(value)
 
-    monkeypatch.setattr(bounds, "_depth", counted)
-    GrammarSpec("json_schema", json.dumps({"anyOf": [{"$ref": f"#{index:x}"} for index in range(3000)]}))
-    assert len(walks) == 2
+    monkeypatch.setattr(bounds, "_children", counted)
+    deep: Any = [1]
+    for _ in range(19):
+        deep = {"a": deep}
+    for schema, names in (({}, (f"#{index:x}" for index in range(3000))), (deep, ("#" + "/a" * i for i in range(20)))):
+        GrammarSpec("json_schema", json.dumps({**schema, "anyOf": [{"$ref": name} for name in names]}))
+        assert max(Counter(id(value) for value in looked_at if isinstance(value, dict | list)).values()) <= 3
+        looked_at.clear()
     with pytest.raises(RequestError, match="patternProperties"):
         GrammarSpec("json_schema", json.dumps({"patternProperties": {f"^a{index}b": {} for index in range(65)}}))
