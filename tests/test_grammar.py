@@ -66,6 +66,7 @@ def test_a_whole_text_goes_through_and_then_only_stop_ids_follow(
         (GrammarSpec("regex", r"^\d+$"), "42", "x"),
         (GrammarSpec.choice(["yes", "no", 'a "quoted"\nline', "日本"]), 'a "quoted"\nline', "maybe"),
         (GrammarSpec.choice(["yes", "no", "日本"]), "日本", "日"),
+        (GrammarSpec.choice(["a\x7f\x1f\\u007f"]), "a\x7f\x1f\\u007f", "a\x7f\x1f\x7f"),
         (GrammarSpec("grammar", 'start: "x" expr\nexpr: "(" expr ")" | /[0-9]+/'), "x((7))", "x((7)"),
         (GrammarSpec("grammar", 'root ::= "x" digits\ndigits ::= [0-9]+'), "x12", "y12"),
         (GrammarSpec("json_object"), '{"a":[1,null,{"b":"c"}]}', "[1]"),

@@ -213,7 +213,8 @@ def _grammar_of(spec: GrammarSpec) -> str:
             return str(LLMatcher.grammar_from_lark(_lark_of(spec.text)))
         case "choice":
             texts = dict.fromkeys(json.loads(spec.text))
-            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+            written = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
+            return "start: " + " | ".join(written)
 
 
 def _lark_of(text: str) -> str:
