@@ -299,4 +299,14 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     ),
     HostileBody("wrong ids", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[', b'["a"]', b"]}")),
     HostileBody("one long path", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[[', b"1", b"]]}")),
+    HostileBody(
+        "a grammar of line breaks",
+        SESSIONS,
+        "invalid_grammar",
+        lambda _: (
+            b'{"prompt":[1],"max_tokens":1,"grammar":{"kind":"grammar","text":"root ::= \\"a\\" # %json {'
+            + b"\\n" * 65_000
+            + b'}\\n"}}'
+        ),
+    ),
 )

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from llguidance import gbnf_to_lark
+from tests.engine_harness import refused
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar.compiler import (
-    CompiledGrammar,
-    GrammarCompiler,
-)
+from outrider.models.grammar import matchers
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState, apply_mask, unpack_mask
 from outrider.models.text.tokenizer import Tokenizer
@@ -66,6 +66,7 @@ def test_a_whole_text_goes_through_and_then_only_stop_ids_follow(
         (GrammarSpec("regex", r"^\d+$"), "42", "x"),
         (GrammarSpec.choice(["yes", "no", 'a "quoted"\nline', "日本"]), 'a "quoted"\nline', "maybe"),
         (GrammarSpec.choice(["yes", "no", "日本"]), "日本", "日"),
+        (GrammarSpec.choice(["a\x7f\x1f\\u007f"]), "a\x7f\x1f\\u007f", "a\x7f\x1f\x7f"),
         (GrammarSpec("grammar", 'start: "x" expr\nexpr: "(" expr ")" | /[0-9]+/'), "x((7))", "x((7)"),
         (GrammarSpec("grammar", 'root ::= "x" digits\ndigits ::= [0-9]+'), "x12", "y12"),
         (GrammarSpec("json_object"), '{"a":[1,null,{"b":"c"}]}', "[1]"),
@@ -83,6 +84,31 @@ def test_each_kind_allows_its_texts_only(
         state = grammar.state()
         tokens = tokenizer.encode(text)
         assert (state.validate(tokens) == len(tokens) and all(map(state.accept, tokens)) and state.may_stop) is is_good
+
+
+@pytest.mark.parametrize("line_breaks", ["\n\n", "\r\n\r\n", "\n \t\n\n"])
+def test_lark_and_gbnf_are_told_apart_without_the_librarys_pattern(
+    line_breaks: str, tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time grows with the square of line breaks. They stay: in a regular expression they are text."""
+    texts = [
+        text.replace("~", line_breaks)
+        for text in (
+            "// x~start: /a~b/",
+            "~ start : /a~b/",
+            "%llguidance {}~start: /a~b/",
+            "# start~root ::= [~ab]+",
+            "~root ::= started~started ::= [~ab]+",
+        )
+    ]
+    assert [matchers._lark_of(text) for text in texts] == [gbnf_to_lark.any_to_lark(text) for text in texts]
+    monkeypatch.setattr(gbnf_to_lark, "is_lark_syntax", None)
+    good = tokenizer.encode(f"a{line_breaks}b")
+    for text in texts:
+        state = compiler.compile(GrammarSpec("grammar", text)).state()
+        assert state.validate(good) == len(good)
+    with refused("invalid_grammar", match="Expected name"):
+        compiler.compile(GrammarSpec("grammar", 'root ::= "a"' + line_breaks * 1_000 + "}"))
 
 
 def test_the_way_back_leads_to_the_same_masks(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:

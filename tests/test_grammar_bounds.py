@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -78,6 +79,10 @@ def chain(length: int) -> Any:
     return {"$defs": {**defs, f"a{length}": {"type": "null"}}, "$ref": "#/$defs/a0"}
 
 
+def gbnf(num_rules: int) -> str:
+    return "".join(f'a{i} ::= "a" a{i + 1}\n' for i in range(num_rules - 2)) + f'root ::= a0\na{num_rules - 2} ::= "a"'
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
@@ -90,6 +95,7 @@ def chain(length: int) -> Any:
         ("json_schema", '{"type":"number","multipleOf":0.000123457}', "multipleOf is 123457"),
         ("json_schema", '{"multipleOf":1,"multipleOf":1e300}', "multipleOf"),
         ("grammar", "start: A0\n" + "".join(f"A{i}: ~A{i + 1}\n" for i in range(300)) + 'A300: "x"', "301|302 rules"),
+        ("grammar", gbnf(257), "it has 257 rules and other colons"),
         ("grammar", 'start: %json {"type":"integer","multipl\\u0065Of":999983}', "multipleOf is 999983"),
         (
             "grammar",
@@ -245,9 +251,16 @@ def test_a_text_that_fills_a_lexer_alone_ends_by_name(fresh: GrammarCompiler) ->
     assert state.length > 1_000
 
 
-@pytest.mark.parametrize("schema", [nested(40), chain(100), {"enum": ["x" * 60_000]}])
-def test_what_is_within_the_bounds_compiles(schema: Any, compiler: GrammarCompiler) -> None:
-    assert compiler.compile(GrammarSpec.json_schema(schema)).state().forced()
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *map(GrammarSpec.json_schema, (nested(40), chain(100), {"enum": ["x" * 60_000]})),
+        GrammarSpec("grammar", gbnf(256)),
+    ],
+    ids=["nested", "chain", "long", "rules"],
+)
+def test_what_is_within_the_bounds_compiles(spec: GrammarSpec, compiler: GrammarCompiler) -> None:
+    assert compiler.compile(spec).state().forced()
 
 
 def test_a_grammar_is_compiled_once_per_owner(compiler: GrammarCompiler) -> None:
@@ -355,16 +368,23 @@ def test_a_text_that_is_resumed_is_read_more_strictly(
 
 
 def test_references_and_patterns_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of names that lead nowhere are looked at once; patterns take time with the cube of their number."""
-    walks: list[object] = []
-    depth = bounds._depth
+    """However many names lead nowhere, or to parts of each other, each part is looked at three times. Patterns take
+    time with the cube of their number.
+    """
+    looked_at: list[object] = []
+    children = bounds._children
 
-    def counted(value: object) -> int:
-        walks.append(value)
-        return depth(value)
+    def counted(value: object) -> Iterator[Any]:
+        looked_at.append(value)
+        return children(value)
 
-    monkeypatch.setattr(bounds, "_depth", counted)
-    GrammarSpec("json_schema", json.dumps({"anyOf": [{"$ref": f"#{index:x}"} for index in range(3000)]}))
-    assert len(walks) == 2
+    monkeypatch.setattr(bounds, "_children", counted)
+    deep: Any = [1]
+    for _ in range(19):
+        deep = {"a": deep}
+    for schema, names in (({}, (f"#{index:x}" for index in range(3000))), (deep, ("#" + "/a" * i for i in range(20)))):
+        GrammarSpec("json_schema", json.dumps({**schema, "anyOf": [{"$ref": name} for name in names]}))
+        assert max(Counter(id(value) for value in looked_at if isinstance(value, dict | list)).values()) <= 3
+        looked_at.clear()
     with pytest.raises(RequestError, match="patternProperties"):
         GrammarSpec("json_schema", json.dumps({"patternProperties": {f"^a{index}b": {} for index in range(65)}}))

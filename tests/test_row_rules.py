@@ -182,6 +182,16 @@ def test_typical_p_keeps_what_transformers_keeps(
         assert found.tolist() == expected
 
 
+def test_logits_near_the_lowest_of_float32_leave_typical_p_something() -> None:
+    """Divided by the temperature they overflow; torch's twin bounds them, too."""
+    lowest = np.finfo(np.float32).min
+    row, params = np.array([1.0, lowest, 0.5, 0.2], dtype=np.float32), SamplingParams(0.5)
+    for others in (slice(1, 2), slice(1, 3)):
+        row[others] = lowest
+        found = Narrowing(ProcessorOptions(typical_p=0.5)).narrow(row, np.arange(4), params, 3)
+        assert found.size > 0 and not set(found) & set(range(4)[others])
+
+
 def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
     """As llama.cpp does; nothing where fewer than two reach the threshold, or the coin says no."""
     params = SamplingParams(temperature=1.0, seed=4)

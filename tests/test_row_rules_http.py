@@ -142,9 +142,9 @@ def test_completions_take_the_fields_of_openai_and_vllm(
 
 
 def test_bad_words_have_a_form_after_a_space() -> None:
-    """As in vLLM: only where it is another first token, of as many."""
-    ids = {"cat": [1], " cat": [2], "dog": [3], " dog": [9, 3], "go": [4], " go": [4]}
-    assert bad_word_ids(ids.__getitem__, ["cat", " dog", "go"]) == [[1], [2], [3], [4]]
+    """As in vLLM: only where it is another first token, of as many. White space has none."""
+    ids = {"cat": [1], " cat": [2], "dog": [3], " dog": [9, 3], "go": [4], " go": [4], "\n": [5], " ": [6], "  ": [7]}
+    assert bad_word_ids(ids.__getitem__, ["cat", " dog", "go", "\n", " "]) == [[1], [2], [3], [4], [5], [6]]
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,13 @@ def test_what_a_rule_cannot_judge_is_refused_by_name(
     assert answer.status_code == 400 and answer.json()["error"]["code"] in codes
 
 
+def test_xtc_goes_with_a_rule_where_its_threshold_is_off(tolerant: httpx.Client) -> None:
+    for threshold, status in ((0.6, 200), (0.5, 400)):
+        (item,) = tolerated(-0.1, 1.0)["items"]
+        item |= {"xtc_probability": 0.5, "xtc_threshold": threshold}
+        assert tolerant.post("/v1/verify", json={"items": [item]}).status_code == status
+
+
 def test_every_result_says_that_tolerance_is_lossy() -> None:
     """And metrics count it; other rules' results do not have the words at all."""
     with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:

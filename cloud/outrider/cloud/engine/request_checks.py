@@ -104,7 +104,7 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
     _check_tokens([token for word in processors.bad_words for token in word], "bad_words", limits)
     _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
     _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
-    if rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
+    if rule.needs_evidence and processors.narrows:
         raise RequestError(
             "unsupported_parameter", f"typical_p and XTC do not go with the rule {rule}; leave one of them out"
         )

@@ -10,6 +10,7 @@ kept, it would hold up to 20 MB.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -196,7 +197,7 @@ def _built(spec: GrammarSpec, backend: Any) -> tuple[Any, str]:
 
 def _grammar_of(spec: GrammarSpec) -> str:
     """The spec as the library takes it."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     compact: Any = {"whitespace_flexible": False}
     match spec.kind:
@@ -209,7 +210,22 @@ def _grammar_of(spec: GrammarSpec) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(spec.text))
         case "grammar":
-            return str(grammar_from("grammar", spec.text))
+            return str(LLMatcher.grammar_from_lark(_lark_of(spec.text)))
         case "choice":
             texts = dict.fromkeys(json.loads(spec.text))
-            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+            written = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
+            return "start: " + " | ".join(written)
+
+
+def _lark_of(text: str) -> str:
+    """A grammar in Lark's syntax. The library tells GBNF by the same lines, but with Python's lock held, in time that
+    grows with the square of the line breaks in a row: 30 s for 64 KiB of them.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if re.search(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)", text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # of no class of its own
+        raise ValueError(f"Failed to convert the grammar from GBNF to Lark: {error}") from None

@@ -22,10 +22,15 @@ from outrider.models.grammar.vocabulary import Vocabulary
 
 FREE_S: Final = 0.002
 """Of each call of the library. A mask at 152k ids takes a quarter of it in the mean."""
-FREE_REPLAY_S: Final = 0.0002
-"""The same, where a text that is resumed is read again: all its tokens at once."""
+FREE_REPLAY_S: Final = 0.00002
+"""The same, where a text that is resumed is read again, all at once, on a server's event loop. JSON takes a quarter."""
 MAX_EXCESS_S: Final = 0.3
 """That one text may take beyond it, in all; what is not used does not add up."""
+FREE_COPY_S: Final = 4e-7
+"""Of a copy, besides `FREE_S`, for each token: JSON takes a quarter of it, an ambiguous grammar ten times as much."""
+MAX_COPY_S: Final = 0.01
+"""Of a copy beyond that: some 60 MB. Tried every `COPY_EVERY` tokens, as not every engine copies."""
+COPY_EVERY: Final = 1024
 _FEW: Final = 512  # allowed tokens up to which they are listed
 
 
@@ -69,11 +74,11 @@ class GrammarCost:
     free. is_timed: False ends no text.
     """
 
-    __slots__ = ("_excess_s", "_free_s", "_is_drafting", "_is_timed", "_note", "_on_excess")
+    __slots__ = ("_excess_s", "_free_s", "_is_drafting", "_note", "_on_excess", "is_timed")
 
     def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None], *, is_timed: bool = True) -> None:
         self._on_excess = on_excess
-        self._is_timed = is_timed
+        self.is_timed = is_timed
         self._note = note
         self._free_s = FREE_S
         self._is_drafting = False
@@ -110,7 +115,7 @@ class GrammarCost:
     def spend(self, seconds: float) -> None:
         """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""
         self._excess_s = max(0.0, self._excess_s + (max(0.0, seconds) if self._is_drafting else seconds))
-        if self._excess_s > MAX_EXCESS_S and self._is_timed:
+        if self._excess_s > MAX_EXCESS_S and self.is_timed:
             self._on_excess()
             raise TookTooLong(
                 "grammar_too_complex",
@@ -264,9 +269,11 @@ class GrammarState:
             self._is_waiting = self._num_free > 0 or self._opener is None
 
     def fork(self) -> GrammarState:
-        """A state of its own at the same place. Cheap: the library copies on the first change."""
+        """A state of its own at the same place. The library copies all that it has read: raises as `accept`."""
         twin = copy.copy(self)
-        twin._matcher, twin._matched = self._matcher.deep_copy(), self._matched.copy()
+        twin._matcher, seconds = self._copied()
+        self.cost.spend(seconds)
+        twin._matched = self._matched.copy()
         return twin
 
     def forced(self) -> list[int]:
@@ -293,10 +300,23 @@ class GrammarState:
         """Whether the next token says if the grammar waits."""
         return self._opener is not None and self.length == 0
 
+    def _copied(self) -> tuple[Any, float]:
+        """A copy of the matcher, and the time that it took beyond what is free."""
+        began_s = time.thread_time()
+        matcher = self._matcher.deep_copy()
+        return matcher, max(0.0, time.thread_time() - began_s - FREE_S - FREE_COPY_S * len(self._matched))
+
+    def _check_size(self) -> None:
+        """Ends a text of which the library keeps too much. Only the time of a copy tells; one may be slow by chance."""
+        if self.cost.is_timed and all(self._copied()[1] > MAX_COPY_S for _ in range(3)):
+            raise self.cost.too_large(f"the grammar takes too much memory after {self.length} tokens; make it simpler")
+
     def _bits(self) -> bytes:
         """The mask of the next token, one bit an id."""
         if self._num_stops:
             return self._vocabulary.stop_bits
+        if self._matched and len(self._matched) % COPY_EVERY == 0:
+            self._check_size()
         bits: bytes = self._ask(lambda matcher: matcher.compute_bitmask())
         bits = self._vocabulary.only_own_stops(bits)
         if self._may_open:

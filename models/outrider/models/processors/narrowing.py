@@ -33,6 +33,8 @@ _COIN: Final = 0xA0761D6478BD642F
 _FEW: Final = 256
 _MANY: Final = 16_384
 _NUM_BINS: Final = 1024
+_MOST: Final = np.float32(200.0)
+"""Surprise, as in torch's twin: what is less likely weighs 0 in float32, and where it is infinite 0 times it is NaN."""
 _Ids = NDArray[np.int64]
 
 
@@ -51,9 +53,11 @@ class Narrowing:
         """A part of `ids`, ascending and not empty. logits: the row, [V]; ids: ascending, one at least is finite."""
         ids = ids[logits[ids] > -np.inf]
         surprise = logits[ids]  # copied
-        surprise -= surprise.max()
-        surprise /= np.float32(params.temperature)
+        with np.errstate(over="ignore"):
+            surprise -= surprise.max()
+            surprise /= np.float32(params.temperature)
         np.negative(surprise, out=surprise)
+        np.minimum(surprise, _MOST, out=surprise)
         weights = np.exp(-surprise)  # the most likely token weighs 1, and has surprise 0
         if self.options.typical_p < 1.0:
             kept = self._typical(surprise, weights)

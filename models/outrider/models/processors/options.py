@@ -191,8 +191,9 @@ def bad_word_ids(encode: Callable[[str], list[int]], words: Sequence[str]) -> li
     """
     found: list[list[int]] = []
     for word in words:
-        plain = encode(word.lstrip())
-        spaced = encode(" " + word.lstrip())
+        stem = word.lstrip()
+        plain = encode(stem or word)  # white space as it is
+        spaced = encode(" " + stem) if stem else []
         if plain:
             found.append(plain)
         if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
