@@ -28,7 +28,7 @@ class SequenceState:
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
     chooser: chooses its tokens where a plain pick is not enough; None: it is.
     is_lossy: some of its blocks were rounded on disk, so they are shared with nobody. is_muted: its drafts raised, so
-    it has no more.
+    it has no more. next_sink: that of the newest rewind, which the engine's thread may not have seen yet.
     """
 
     id: int
@@ -49,6 +49,7 @@ class SequenceState:
     chooser: TokenChooser | None = None
     is_lossy: bool = False
     is_muted: bool = False
+    next_sink: Sink | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property
