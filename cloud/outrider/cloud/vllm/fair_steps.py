@@ -178,21 +178,18 @@ class FairSteps(Scheduler):
         if texts:
             fixed = plain + StepSize.of(for_prompts, 0) if for_prompts else plain
             room = max(0, budget - for_prompts) if self._has_spare_blocks(len(texts)) else 0
+            if len({served.owner for served in texts}) > 1:
+                items = [served for served in texts if served.terms.once]
+                num_own = sum(len(self._book.own_draft(served, self.num_spec_tokens)) for served in items)
+                room = self._book.drafting.shared_room(room, num_own, plain, past / len(texts))
             chosen = self._book.choose(texts, room, fixed, past / len(texts))
             for request, served in decoding:
                 found = chosen[served]
                 if found:
                     request.spec_token_ids = found = found[: self.num_spec_tokens]
                     num_drafted += len(found)
-        left = max(0, budget - num_drafted)
         added = self._book.drafting.curve.steps_added(for_prompts, plain, 0.0)
-        shares = self._places.prompt_shares(prompts, left, texts, added)
-        left -= sum(shares.values())
-        for served, share in shares.items():  # an item's draft is not cut: it gets one pass
-            lacking = served.num_wanted - share
-            if 0 < lacking <= min(left, len(self._book.own_draft(served, self.num_spec_tokens))):
-                shares[served] += lacking
-                left -= lacking
+        shares = self._places.prompt_shares(prompts, max(0, budget - num_drafted), texts, added)
         self._shares = {served.name: share for served, share in shares.items()}
         self._places.not_admitted([served for served in newcomers if not shares[served]])
         return [served for served in newcomers if shares[served]]
@@ -204,7 +201,8 @@ class FairSteps(Scheduler):
             missing = request.num_tokens - request.num_computed_tokens
             served = self._of_request[request.request_id]
             if missing > 1 or served in new:
-                served.num_wanted = missing + len(self._book.own_draft(served, self.num_spec_tokens))
+                served.num_drafted = len(self._book.own_draft(served, self.num_spec_tokens))
+                served.num_wanted = missing + served.num_drafted
                 found.append(served)
         return found
 

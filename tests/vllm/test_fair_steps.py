@@ -1,4 +1,7 @@
-"""Whether a queued sequence gets blocks is asked as vLLM counts them: what the cache has, and what a window needs."""
+"""What a step of vLLM's scheduler gets: blocks for a queued sequence, counted as vLLM counts them, and drafts.
+
+Its cache is real; no engine runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_vllm_parts import book, verified
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -15,7 +19,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm.fair_steps import FairSteps
+from outrider.cloud.vllm.step_shares import StepShares
+from outrider.cloud.vllm.terms import Terms
+from outrider.models.picks.sampling import SamplingParams as Picks
 
 BLOCK = 16
 NUM_BLOCKS = 100
@@ -131,3 +140,39 @@ def test_drafts_need_blocks_in_each_group() -> None:
     assert blocks.scheduler._has_spare_blocks(8)
     blocks.run(blocks.open("runs", range(BLOCK)))
     assert not blocks.scheduler._has_spare_blocks(8)
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_another_owners_sure_drafts_add_no_more_time_than_a_step(policy: Policy) -> None:
+    """Sixteen texts with right drafts beside one without: a step has at most as many as double it, but for capacity."""
+    on, clock = book(max_draft=16, policy=policy)
+    for size in (1, 4, 8, 16, 32, 64, 128, 256) * 3:
+        on.stepped(StepSize(size, size), 0.006 + 0.0005 * size, 0.0)
+    served = [on.open(Terms(n, Picks(), 400, owner=b"many" if n else b"one"), [9]) for n in range(17)]
+    for at in range(0, 90, 9):
+        for each in served[1:]:
+            on.take_paths(each.terms.number, at, [range(at, at + 8)], clock.now)
+            each.proposed = verified(on, each)
+            on.committed(each, list(range(at, at + 9)), False)
+        on.learn()
+    for each in served[1:]:
+        on.take_paths(each.terms.number, 90, [range(90, 106)], clock.now)
+    scheduler, places = Blocks().scheduler, StepShares(32, 512)
+    for each in served:
+        places.open(each)
+    running = [SimpleNamespace(num_computed_tokens=90, spec_token_ids=[]) for _ in served]
+    scheduler.__dict__.update(
+        _book=on,
+        _places=places,
+        _shares={},
+        _first_drafts={},
+        running=running,
+        max_num_scheduled_tokens=512,
+        num_spec_tokens=16,
+    )
+    scheduler._choose(list(zip(running, served, strict=True)), [])
+    num_drafted = sum(len(request.spec_token_ids) for request in running)
+    assert num_drafted >= 16 and (num_drafted <= 32) is (policy is not Policy.VERIFY)
