@@ -20,7 +20,7 @@ from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.recent.store import MemoryStore
-from outrider.cloud.replicas.members import Member, Members
+from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.models.errors import RequestError
@@ -340,3 +340,30 @@ async def test_the_registry_forgets_the_silent_and_learns_after_a_restart() -> N
     await anew.report(first)
     now[0] += 5.0
     assert (await anew.changes(state))[1] == [first]
+
+
+async def test_a_registry_that_stood_still_takes_no_replica_for_lost() -> None:
+    """Until all had the time to report again. Where none does, all are lost; and where all fall silent at once, too."""
+    now = [0.0]
+    registry = Registry(clock=lambda: now[0])
+    first = report_of("000001")
+    await registry.report(first)
+    state, _ = await registry.changes(None)
+
+    async def known_after(seconds: float, *, is_alive: bool) -> list[Report] | None:
+        nonlocal state
+        now[0] += seconds
+        newest = await registry.changes((state[0], -1))  # before the report that waits
+        state = newest[0]
+        if is_alive:
+            await registry.report(first)
+        return newest[1]
+
+    for _ in range(2):
+        assert await known_after(SILENCE_S + 1.0, is_alive=True) is None
+        assert [await known_after(1.0, is_alive=True) for _ in range(4)] == [None, None, [first], [first]]
+    silent = [await known_after(1.0, is_alive=False) for _ in range(12)]
+    assert silent[:9] == [[first]] * 9 and silent[11] == []
+    await registry.report(first)
+    assert await known_after(SILENCE_S + 1.0, is_alive=False) is None
+    assert [await known_after(1.0, is_alive=False) for _ in range(4)] == [None, None, [], []]

@@ -246,6 +246,21 @@ def test_a_sequence_that_has_ended_is_not_rewound() -> None:
     assert first.end is not None and late.ended.reason == "cancelled" and not harness.engine.has_work
 
 
+def test_a_reset_tells_whoever_has_asked_for_a_rewind() -> None:
+    """The newest sink hears of the end, whether the rewind has had its turn or not: a cascade goes on from there."""
+    harness, done, newest = Harness(), Tail([1]), Tail([])
+    (number, first), (other, _) = harness.submit(PROMPT, 40), harness.submit([*PROMPT, 2], 40)
+    harness.step()
+    assert harness.engine.rewind(other, 0, [1], done)
+    harness.step()
+    for sink in (Tail([]), newest):
+        assert harness.engine.rewind(number, 0, [1], sink)
+    harness.engine.reset(ValueError("a bug"))
+    assert newest.code == done.code == "internal_error" and first.end is None
+    harness.step()
+    assert not harness.engine.rewind(number, 0, [1], Tail([])) and not harness.engine.has_work
+
+
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 

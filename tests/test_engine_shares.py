@@ -15,12 +15,13 @@ ALICE, BOB = b"alice", b"bob"
 
 
 class Flood:
-    """An owner that has four prompts of 400 fresh tokens in the engine at any time, for one token each; or 32 items of
+    """An owner that has so many prompts of fresh tokens in the engine at any time, for one token each; or items of
     /v1/verify with a draft of 64 tokens each.
     """
 
-    def __init__(self, harness: Harness, owner: bytes, *, has_items: bool = False) -> None:
+    def __init__(self, harness: Harness, owner: bytes, at_once: int, length: int = 400, *, has_items: bool) -> None:
         self._harness, self._owner, self._has_items = harness, owner, has_items
+        self._at_once, self._length = at_once, length
         self._open: list[Collector] = []
         self.num_done = self._num = 0
         self.refill()
@@ -28,17 +29,18 @@ class Flood:
     def refill(self) -> None:
         self.num_done += sum(each.end is not None for each in self._open)
         self._open = [each for each in self._open if each.end is None]
-        while len(self._open) < (32 if self._has_items else 4):
+        while len(self._open) < self._at_once:
             self._num += 1
+            prompt = prompt_of(1000 + self._num, self._length)
             if self._has_items:
-                one = self._harness.submit(prompt_of(self._num, 2), 99, once=True, draft=[5] * 64, owner=self._owner)
+                one = self._harness.submit(prompt, 99, once=True, draft=[5] * 64, owner=self._owner)
             else:
-                one = self._harness.submit(prompt_of(1000 + self._num, 400), 1, owner=self._owner)
+                one = self._harness.submit(prompt, 1, owner=self._owner)
             self._open.append(one[1])
 
 
 def flooded(
-    num_texts: int, num_steps: int, *, priority: int = 0, has_items: bool = False
+    num_texts: int, num_steps: int, at_once: int = 4, length: int = 400, *, priority: int = 0, has_items: bool = False
 ) -> tuple[list[float], list[list[int]], int]:
     """Seconds of each step, its tokens by sequence, and prompts done, beside texts of so many other owners."""
     clock_s = lambda num_tokens: 0.006 + 0.0005 * num_tokens  # noqa: E731
@@ -49,7 +51,7 @@ def flooded(
     ]
     harness.run_steps(2)
     assert all(text.tokens for text in texts)
-    flood, steps_s = Flood(harness, ALICE, has_items=has_items), list[float]()
+    flood, steps_s = Flood(harness, ALICE, at_once, length, has_items=has_items), list[float]()
     first = len(harness.batches)
     for _ in range(num_steps):
         began = harness.clock.now
@@ -59,16 +61,26 @@ def flooded(
     return steps_s, harness.batches[first:], flood.num_done
 
 
-@pytest.mark.parametrize(("has_items", "slack", "least_done"), [(False, (0.9, 1.1), 4), (True, (0.8, 1.25), 40)])
-@pytest.mark.parametrize("num_texts", [1, 3])
+@pytest.mark.parametrize(
+    ("num_texts", "has_items", "at_once", "length", "slack", "least_done"),
+    [
+        (1, False, 4, 400, (0.9, 1.1), 4),
+        (3, False, 4, 400, (0.9, 1.1), 4),
+        (1, True, 32, 2, (0.8, 1.25), 40),
+        (3, True, 32, 2, (0.8, 1.25), 40),
+        (8, False, 1, 12, (0.9, 1.1), 40),
+        (3, True, 1, 2, (0.8, 1.25), 30),
+    ],
+)
 def test_another_owners_prompts_and_verify_items_take_their_share_of_time(
-    num_texts: int, has_items: bool, slack: tuple[float, float], least_done: int
+    num_texts: int, has_items: bool, at_once: int, length: int, slack: tuple[float, float], least_done: int
 ) -> None:
-    """However many it sends, a step with prompt tokens lasts two decode steps at most, and its time is its share.
+    """However many it sends, also one after another, a step with prompt tokens lasts two decode steps at most, and its
+    time is its share.
 
     An item's draft is verified in one pass: beside others' texts a step has one, and no prompt; its owner pays for it.
     """
-    steps_s, batches, num_done = flooded(num_texts, 600, has_items=has_items)
+    steps_s, batches, num_done = flooded(num_texts, 600, at_once, length, has_items=has_items)
     decode_s = 0.006 + 0.0005 * num_texts
     assert max(steps_s) <= decode_s + (65 * 0.0005 if has_items else decode_s) + 1e-9
     assert all(batch.count(1) >= num_texts for batch in batches), "a text sat out a step"
@@ -77,10 +89,29 @@ def test_another_owners_prompts_and_verify_items_take_their_share_of_time(
     assert num_done >= least_done
 
 
+def test_the_debts_of_owners_that_left_are_few() -> None:
+    """A client with a new address for each item leaves one behind each time: they are paid off beside the texts."""
+    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
+    for index in range(3):
+        harness.submit(prompt_of(index), 1500, owner=b"text %d" % index, patience_ms=0.0)
+    items, most = list[Collector](), 0
+    for step in range(200):
+        items.append(harness.submit(prompt_of(9 + step, 2), 99, once=True, draft=[5] * 64, owner=b"%d" % step)[1])
+        harness.step()
+        most = max(most, len(harness.engine._scheduler.owners._owed))
+    assert sum(item.end is not None for item in items) >= 100
+    assert 5 <= most <= 100
+    for _ in range(500):
+        if not harness.engine._scheduler.owners._owed:
+            break
+        harness.step()
+    assert not harness.engine._scheduler.owners._owed
+
+
 def test_two_owners_verify_items_leave_a_third_its_prompt() -> None:
     """Where every decoding sequence is an item that delays the others, prompts go on beside them."""
     harness = calibrated(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
-    floods = [Flood(harness, owner, has_items=True) for owner in (ALICE, BOB)]
+    floods = [Flood(harness, owner, 32, 2, has_items=True) for owner in (ALICE, BOB)]
     harness.run_steps(2)
     _, third = harness.submit(prompt_of(7, 400), 3, owner=b"third")
     for _ in range(150):

@@ -265,3 +265,30 @@ def test_prompts_have_at_most_a_steps_time_beside_another_owners_texts() -> None
     assert given(1).count(0) == 1  # one step of 64 is timed without
     three = given(3)
     assert set(three) == {0, 20} and 19 <= three.count(20) <= 22
+
+
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_another_owners_verify_items_take_their_share_of_time(at_once: int) -> None:
+    """However many it sends, at once or one after another: a step has one whole draft, for which its owner pays."""
+    steps, added = Steps(), np.arange(1, 2049) / 20
+    texts = [steps.open(b"text %d" % i) for i in range(3)]
+    items: list[Served] = []
+    most_s = took_s = num_done = 0.0
+    for _ in range(600):
+        while len(items) < at_once:
+            item = steps.open(b"many")
+            item.num_wanted, item.num_drafted = 66, 64
+            items.append(item)
+        steps.step()
+        shares = steps.places.prompt_shares(items, 2048, texts, added)
+        took_s += (total := sum(shares.values())) / 20
+        most_s = max(most_s, total / 20)
+        for item, share in shares.items():
+            item.num_wanted -= share
+            assert item.num_wanted == 0 or item.num_wanted >= 65, "a draft that was cut"
+        for item in [item for item in items if not item.num_wanted]:
+            items.remove(item)
+            steps.places.close(item)
+            num_done += 1
+    assert most_s <= (20 + 64) / 20
+    assert 0.8 / 4 <= took_s / (600 + took_s) <= 1.25 / 4 and num_done >= 30

@@ -201,7 +201,8 @@ class EngineState:
         for sequence in ended:
             self._totals.finished += 1
             self._distributions.ended("error")
-            sink, sequence.sink = sequence.sink, lambda event: None  # a call that returns after all may commit more
+            # A call that returns after all may commit more.
+            sink, sequence.sink = sequence.next_sink or sequence.sink, lambda event: None
             try:
                 sink(EndEvent("error", sequence.usage, fault))
             except BaseException as second:  # a sink that raises may be the cause

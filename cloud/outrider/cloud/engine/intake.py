@@ -163,10 +163,12 @@ class Intake(EngineState):
 
     def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
         """Replaces what a sequence generated after its first `base` tokens by `tokens`, as `ServingEngine.rewind`."""
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            return False
-        self._put(lambda: self._rewind(sequence, base, list(tokens), sink))
+        with self._gate:  # a `reset` forgets the inbox, and ends what it knows of by its newest sink
+            sequence = self._sequences.get(sequence_id)
+            if sequence is None:
+                return False
+            sequence.next_sink = sink
+            self._put(lambda: self._rewind(sequence, base, list(tokens), sink))
         return True
 
     def _rewind(self, sequence: SequenceState, base: int, tokens: list[int], sink: Sink) -> None:

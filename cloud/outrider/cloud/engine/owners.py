@@ -97,13 +97,11 @@ class Owner(Generic[M]):
 
     queue: those with a higher priority first, in order among equals.
     turns: of places and of prompt tokens: who goes first where they cannot be divided evenly, the lowest.
-    owed: time that its prompts took of the others' steps beyond its share, in steps.
     """
 
     turns: list[int]
     queue: deque[M] = field(default_factory=deque)
     running: dict[M, None] = field(default_factory=dict)
-    owed: float = 0.0
 
     @property
     def num_sequences(self) -> int:
@@ -132,6 +130,9 @@ class Owners(Generic[M]):
         self.step = self.num_queued = 0
         self._step_tokens = step_tokens
         self._owners: dict[bytes, Owner[M]] = {}
+        # Time that owners' prompts took of the others' steps beyond their shares, in steps. It outlives an owner's last
+        # sequence, or one request at a time would owe nothing; a step adds few, and each pays back in every step.
+        self._owed: dict[bytes, float] = {}
         self._turns = itertools.count()
         self._num_sequences = 0
         self._level = math.inf  # places that an owner may have at most, were all its sequences ready
@@ -326,36 +327,37 @@ class Owners(Generic[M]):
         delays none is always in time, what delays some never in one step of many. Pays back an even part of what is
         owed: call it once for each step.
         """
-        if not prompts and not any(owner.owed for owner in self._owners.values()):
+        if not prompts and not self._owed:
             return [], set()
-        highest: dict[Owner[M], float] = {}
+        highest: dict[bytes, float] = {}
         for text in texts:
-            owner = self.of(text)
-            highest[owner] = max(highest.get(owner, -math.inf), math.inf if self.by_age else text.priority)
-        lowest: dict[Owner[M], float] = {}
+            top = math.inf if self.by_age else text.priority
+            highest[text.owner] = max(highest.get(text.owner, -math.inf), top)
+        lowest: dict[bytes, float] = {}
         for prompt in prompts:
-            owner = self.of(prompt)
-            lowest[owner] = min(lowest.get(owner, math.inf), prompt.priority)
+            lowest[prompt.owner] = min(lowest.get(prompt.owner, math.inf), prompt.priority)
         priorities = {-math.inf, *(float(prompt.priority) for prompt in prompts)}
         num_above = {each: sum(top >= each for top in highest.values()) for each in priorities}
 
-        def num_delayed(owner: Owner[M], priority: float) -> int:
+        def num_delayed(owner: bytes, priority: float) -> int:
             return num_above[priority] - (owner in highest and highest[owner] >= priority)
 
-        for owner in self._owners.values():
-            if owner.owed:
-                num_others = num_delayed(owner, lowest.get(owner, -math.inf))
-                owner.owed = max(0.0, owner.owed - 1.0 / num_others) if num_others else 0.0
-        delaying = {s for s in prompts if num_delayed(self.of(s), s.priority)}
-        is_plain = self.step % _PLAIN_STEPS == 0
-        return [s for s in prompts if s not in delaying or (self.of(s).owed < _LITTLE and not is_plain)], delaying
+        self._owed = {
+            owner: owed - 1.0 / num_others
+            for owner, owed in self._owed.items()
+            if (num_others := num_delayed(owner, lowest.get(owner, -math.inf))) and owed * num_others > 1.0
+        }
+        delaying = {s for s in prompts if num_delayed(s.owner, s.priority)}
+        most = 0.0 if self.step % _PLAIN_STEPS == 0 else _LITTLE
+        return [s for s in prompts if s not in delaying or self._owed.get(s.owner, 0.0) < most], delaying
 
     def charge(self, given: Mapping[M, int], added: NDArray[np.float64]) -> None:
         """Notes what a step's prompt tokens added to it. added: by 1, 2, ... tokens, in steps."""
         if total := sum(given.values()):
             num_steps = float(added[min(total, len(added)) - 1])
             for sequence, count in given.items():
-                self.of(sequence).owed += num_steps * count / total
+                owed = self._owed.get(sequence.owner, 0.0)
+                self._owed[sequence.owner] = owed + num_steps * count / total
 
     def split_tokens(self, prompts: Sequence[M], total: int) -> dict[M, int]:
         """Divides a step's prompt tokens: the highest priority first, unless `by_age`; evenly between owners.

@@ -21,7 +21,7 @@ from outrider.cloud.engine.runner import Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize, tokens_within_a_step
-from outrider.cloud.pending.policy import NO_WAIT, Policy
+from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import Totals
 
@@ -145,7 +145,7 @@ class Scheduler:
         decoding = [s for s in ready if s.num_missing == 1]
         prompts = [s for s in ready if s.num_missing > 1]
         budget = max(0, self._config.token_budget - len(decoding))
-        fixed = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
+        fixed = plain = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
         if decoding:
             # Beside items, prompts that delay others too would delay them twice; where all are such items, nobody.
             in_time -= delaying if 0 < sum(s in delaying for s in decoding) < len(decoding) else set()
@@ -163,12 +163,9 @@ class Scheduler:
             fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
         room = max(0, budget - for_prompts)
-        if self._config.policy is not Policy.VERIFY and len({self.owners.of(s) for s in texts}) > 1:
-            # Sure guesses for one owner's many texts would make everybody's step as long as they are many.
+        if len({s.owner for s in texts}) > 1:
             num_own = sum(s.num_wanted - 1 for s in decoding if s.drafts.num_own)
-            beside = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
-            within = tokens_within_a_step(self._drafting.curve.steps_added(room, beside, context))
-            room = min(room, num_own + within)
+            room = self._drafting.shared_room(room, num_own, plain, context)
         drafts = self._drafting.choose([s.drafts for s in decoding], room, fixed, context)
         left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
         chunks = self.owners.split_tokens(prompts, for_prompts if has_delaying else left)

@@ -27,7 +27,8 @@ class SequenceState:
     due_at: when its deadline passes, by the engine's clock; infinite for no deadline.
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
     chooser: chooses its tokens where a plain pick is not enough; None: it is.
-    is_muted: its drafts raised, so it has no more.
+    is_muted: its drafts raised, so it has no more. next_sink: that of the newest rewind, which the engine's thread may
+    not have seen yet.
     """
 
     id: int
@@ -47,6 +48,7 @@ class SequenceState:
     stored: NDArray[np.uint8] | None = None
     chooser: TokenChooser | None = None
     is_muted: bool = False
+    next_sink: Sink | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property

@@ -9,7 +9,13 @@ from typing import Final
 
 import numpy as np
 
-from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftLag, StepSize
+from outrider.cloud.pending.estimators import (
+    CHEAP,
+    AcceptanceEstimator,
+    DraftLag,
+    StepSize,
+    tokens_within_a_step,
+)
 from outrider.cloud.pending.lookup import RecentTextSource
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import LEAST, Candidates, PendingDrafts, likeliest_path, line_of, tree_of
@@ -169,6 +175,16 @@ class Drafting(DraftWaits):
             has_looked_up = count and drafts.trie.num_looked_up
             drafts.num_lookup_chosen = sum(map(is_looked_up, row.kinds[:count])) if has_looked_up else 0
         return chosen
+
+    def shared_room(self, room: int, num_own: int, plain: StepSize, context: float) -> int:
+        """What drafts may have of `room` in a step of several owners' texts: a decode step's time, but for capacity.
+
+        Sure guesses for one owner's many texts would make everybody's step as long as they are many. num_own: drafted
+        tokens of /v1/verify items, which are bounded elsewhere. plain: the step without drafts and prompts.
+        """
+        if self._policy is Policy.VERIFY:
+            return room
+        return min(room, num_own + tokens_within_a_step(self.curve.steps_added(room, plain, context)))
 
     def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:
         """Records a step: the model's time, without the engine around it. has_trees: it verified a branching tree."""

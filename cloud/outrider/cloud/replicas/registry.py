@@ -26,7 +26,7 @@ REPORT_S: Final = 1.0
 SILENCE_S: Final = 10.0
 """A replica that does not report for so long is lost, also where its connections still stand."""
 _LEARNING_S: Final = 3 * REPORT_S
-"""A new registry does not know yet who is missing."""
+"""A new registry does not know yet who is missing; nor does one that stood still, such as in a machine's pause."""
 _NAMESPACE: Final = "outrider"
 
 State = tuple[str, int]
@@ -82,7 +82,7 @@ class Registry:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._name = secrets.token_hex(4)
-        self._born_s = clock()
+        self._born_s = self._ran_s = clock()
         self._num_changes = 0
         self._reports: dict[str, tuple[float, Report]] = {}
         self._owed: dict[str, Charges] = {}  # what a replica has not heard of the others' charges
@@ -91,7 +91,7 @@ class Registry:
     async def report(self, report: Report, charges: Charges | None = None) -> Charges:
         """Takes a replica's report, and what it has charged since the last one; returns what the others have."""
         before = self._reports.get(report.tag)
-        self._reports[report.tag] = (self._clock(), report)
+        self._reports[report.tag] = (self._now_s(), report)
         if before is None or before[1].takes_work != report.takes_work:
             self._note()
         for tag in self._reports:
@@ -114,7 +114,7 @@ class Registry:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._changed.wait()
-        now_s = self._clock()
+        now_s = self._now_s()
         for tag in [tag for tag, (heard_s, _) in self._reports.items() if now_s - heard_s > SILENCE_S]:
             _log.warning("replica %s has not reported for %g s: it counts as lost", tag, SILENCE_S)
             del self._reports[tag]
@@ -122,6 +122,14 @@ class Registry:
         is_new = seen is not None and seen[0] != self._name and now_s - self._born_s < _LEARNING_S
         reports = None if is_new else [report for _, report in self._reports.values()]
         return (seen or (self._name, -1)) if is_new else (self._name, self._num_changes), reports
+
+    def _now_s(self) -> float:
+        """The time. After a standstill it is a new registry: what replicas reported meanwhile waits to be taken."""
+        now_s = self._clock()
+        if now_s - self._ran_s > SILENCE_S / 2:
+            self._name, self._born_s = secrets.token_hex(4), now_s
+        self._ran_s = now_s
+        return now_s
 
     def _note(self) -> None:
         self._num_changes += 1

@@ -51,6 +51,7 @@ class Served:
     name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
     fault, and it has committed nothing since. is_muted: its drafts raised, so it has no more. opened_s: when it came;
     None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `StepShares`, as SequenceState.
+    num_drafted: of num_wanted, the draft of a /v1/verify item.
     logprobs: of all passes of a /v1/verify item. refusal: why no token of it can be chosen.
     """
 
@@ -67,6 +68,7 @@ class Served:
     queued_at: int = 0
     turn_began: int | None = None
     num_wanted: int = 0
+    num_drafted: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     refusal: Refusal | None = None
 

@@ -40,6 +40,11 @@ _TAKEN: Final = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": {
         "evict_blocks": "self block_ids",
         "get_block_ids": "self request_id",
+        "get_computed_blocks": "self request",
+    },
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": {
+        "get_num_blocks_to_allocate": "self request_id num_tokens new_computed_blocks num_encoder_tokens "
+        "total_computed_tokens num_local_computed_tokens num_tokens_main_model apply_admission_cap prefill_end",
     },
     "vllm.v1.core.block_pool.BlockPool": {"get_num_free_blocks": "self"},
     "vllm.v1.engine.core": {
@@ -80,6 +85,9 @@ SCHEDULER_STATE: Final = (
     "kv_cache_config.kv_cache_groups",
     "kv_cache_manager.evict_blocks",
     "kv_cache_manager.get_block_ids",
+    "kv_cache_manager.get_computed_blocks",
+    "kv_cache_manager.empty_kv_cache_blocks.blocks",
+    "kv_cache_manager.coordinator.get_num_blocks_to_allocate",
     "kv_cache_manager.block_pool.blocks",
     "kv_cache_manager.block_pool.num_gpu_blocks",
     "kv_cache_manager.block_pool.get_num_free_blocks",

@@ -47,6 +47,7 @@ class FairSteps(Scheduler):
         self._of_request: dict[str, Served] = {}
         # Of the present step.
         self._num_promised = 0  # blocks for newcomers
+        self._has_looked = False  # for what the cache has of one that lacks blocks
         self._shares: dict[str, int] = {}  # prompt tokens, drafts of an item included, by request
         self._first_drafts: dict[str, list[int]] = {}  # verified with the end of a prompt
         self._num_left = 0  # tokens that there is still room for
@@ -68,7 +69,7 @@ class FairSteps(Scheduler):
         self, decoding: list[tuple[Request, Served]], sitting: list[Request], throttle_prefills: bool
     ) -> Any:
         """A step in which owners share places and prompt tokens evenly. sitting: who waits for a draft."""
-        self._num_promised, num_running = 0, len(self.running)
+        self._num_promised, self._has_looked, num_running = 0, False, len(self.running)
         newcomers = self._places.newcomers(self._make_room)
         away = set(sitting)
         ready = [self._of_request[r.request_id] for r in self.running if r not in away]
@@ -105,20 +106,23 @@ class FairSteps(Scheduler):
 
     def _make_room(self, served: Served, givers: Callable[[], list[Served]]) -> bool:
         """Whether a queued sequence gets blocks in this step; those of `givers` are taken if that suffices."""
-        per_block = self.block_size
-        num_tokens = self.requests[served.name].num_tokens + 1 + self.num_lookahead_tokens
-        needed = -(-num_tokens // per_block) * len(self.kv_cache_config.kv_cache_groups)
-        pool = self.kv_cache_manager.block_pool
+        pool, found = self.kv_cache_manager.block_pool, self.kv_cache_manager.empty_kv_cache_blocks
+        needed = self._num_needed(self.requests[served.name], found, 0)
         num_free = pool.get_num_free_blocks() - self._num_promised
         num_slots = self._num_slots - self._places.num_running
+        if num_free < needed and self._places.num_running and not self._has_looked:
+            self._has_looked = True  # once in a step: it takes milliseconds for a long prompt
+            found, num_cached, _ = self.kv_cache_manager.get_computed_blocks(self.requests[served.name])
+            needed = self._num_needed(self.requests[served.name], found, num_cached)
         if (num_free < needed or num_slots < 1) and self._places.num_running:
             giving: list[Request] = []
+            kept = {block.block_id for group in found.blocks for block in group}  # for this one, whoever gives them
             for giver in givers():
                 request = self.requests[giver.name]
                 giving.append(request)
                 num_slots += 1
                 groups = self.kv_cache_manager.get_block_ids(giver.name)
-                num_free += sum(pool.blocks[block].ref_cnt == 1 for group in groups for block in group)
+                num_free += sum(pool.blocks[b].ref_cnt == 1 and b not in kept for group in groups for b in group)
                 if num_free >= needed and num_slots >= 1:
                     break
             else:
@@ -128,6 +132,21 @@ class FairSteps(Scheduler):
                 self._preempt_request(request, time.monotonic())
         self._num_promised += needed
         return True
+
+    def _num_needed(self, request: Request, found: Any, num_cached: int) -> int:
+        """Free blocks that a queued request needs for its text, behind what the cache has of it: as vLLM counts."""
+        needed: int = self.kv_cache_manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=request.num_tokens + 1 + self.num_lookahead_tokens,
+            new_computed_blocks=found.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=num_cached,
+            num_local_computed_tokens=num_cached,
+            num_tokens_main_model=request.num_tokens + 1,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+        return needed
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         """Takes a request's blocks, and queues it again."""
@@ -159,21 +178,18 @@ class FairSteps(Scheduler):
         if texts:
             fixed = plain + StepSize.of(for_prompts, 0) if for_prompts else plain
             room = max(0, budget - for_prompts) if self._has_spare_blocks(len(texts)) else 0
+            if len({served.owner for served in texts}) > 1:
+                items = [served for served in texts if served.terms.once]
+                num_own = sum(len(self._book.own_draft(served, self.num_spec_tokens)) for served in items)
+                room = self._book.drafting.shared_room(room, num_own, plain, past / len(texts))
             chosen = self._book.choose(texts, room, fixed, past / len(texts))
             for request, served in decoding:
                 found = chosen[served]
                 if found:
                     request.spec_token_ids = found = found[: self.num_spec_tokens]
                     num_drafted += len(found)
-        left = max(0, budget - num_drafted)
         added = self._book.drafting.curve.steps_added(for_prompts, plain, 0.0)
-        shares = self._places.prompt_shares(prompts, left, texts, added)
-        left -= sum(shares.values())
-        for served, share in shares.items():  # an item's draft is not cut: it gets one pass
-            lacking = served.num_wanted - share
-            if 0 < lacking <= min(left, len(self._book.own_draft(served, self.num_spec_tokens))):
-                shares[served] += lacking
-                left -= lacking
+        shares = self._places.prompt_shares(prompts, max(0, budget - num_drafted), texts, added)
         self._shares = {served.name: share for served, share in shares.items()}
         self._places.not_admitted([served for served in newcomers if not shares[served]])
         return [served for served in newcomers if shares[served]]
@@ -185,7 +201,8 @@ class FairSteps(Scheduler):
             missing = request.num_tokens - request.num_computed_tokens
             served = self._of_request[request.request_id]
             if missing > 1 or served in new:
-                served.num_wanted = missing + len(self._book.own_draft(served, self.num_spec_tokens))
+                served.num_drafted = len(self._book.own_draft(served, self.num_spec_tokens))
+                served.num_wanted = missing + served.num_drafted
                 found.append(served)
         return found
 
@@ -222,7 +239,8 @@ class FairSteps(Scheduler):
 
     def _has_spare_blocks(self, num_decoding: int) -> bool:
         """Whether drafts need no other request's blocks: none gives way for a guess."""
-        per_request = 1 + -(-(1 + self.num_spec_tokens + self.num_lookahead_tokens) // self.block_size)
+        per_group = 1 + -(-(1 + self.num_spec_tokens + self.num_lookahead_tokens) // self.block_size)
+        per_request = per_group * len(self.kv_cache_config.kv_cache_groups)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_decoding * per_request)
 
 

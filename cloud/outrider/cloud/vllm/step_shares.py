@@ -91,19 +91,29 @@ class StepShares:
     def prompt_shares(
         self, prompts: Sequence[Served], total: int, decoding: Sequence[Served], added: NDArray[np.float64]
     ) -> dict[Served, int]:
-        """Divides a step's prompt tokens evenly between owners; `num_wanted` of each is set.
+        """Divides a step's prompt tokens evenly between owners; `num_wanted` and `num_drafted` of each are set.
 
         decoding: who decodes in it. Where prompts delay other owners' texts, they have `added`, as `steps_added` gives
-        it, for at most one step, and no tokens while their owners owe the others time.
+        it, for at most one step, and no tokens while their owners owe the others time. An item's draft is not cut, so
+        that it gets one pass: of items that delay others, one may take longer than that.
         """
         in_time, delaying = self.owners.in_time(prompts, decoding)
         if not prompts:
             return {}
-        if not delaying:
-            return self.owners.split_tokens(prompts, total)
         num_free = sum(s.num_wanted for s in prompts if s not in delaying)
-        total = min(total, max(tokens_within_a_step(added), num_free))
-        given = self.owners.split_tokens(in_time, total)
+        most = min(total, max(tokens_within_a_step(added), num_free)) if delaying else total
+        given = self.owners.split_tokens(in_time, most)
+        left, is_long = total - sum(given.values()), False
+        for served, share in given.items():
+            lacking = served.num_wanted - share
+            if not 0 < lacking <= served.num_drafted:
+                continue
+            if is_long and served in delaying:
+                given[served] = served.num_wanted - served.num_drafted - 1  # its last token waits for another step
+            elif lacking <= left:
+                given[served] += lacking
+                left -= lacking
+                is_long |= served in delaying
         self.owners.charge({s: count for s, count in given.items() if s in delaying}, added)
         return dict.fromkeys(prompts, 0) | given
 
