@@ -1,0 +1,76 @@
+"""The torch runtime's recorded steps and their layouts, without a GPU: passes are played back by a recorder of ours."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.cloud.engine.runner import depths, tree_mask
+from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.runtimes.page_layout import NO_TAIL, tails_of
+from outrider.models.runtimes.ragged import RaggedStep, lay_out
+
+BLOCK, VOCAB, CONTEXT = 32, 5, 64
+
+
+def in_tree(past: int, before: int, parents: Sequence[int], has_mask: bool = True) -> SequenceSlice:
+    """`before` tokens in a line, and a tree behind them; all sequences have the first blocks."""
+    count = before + len(parents)
+    positions = [*range(past, past + before), *(past + before - 1 + depth for depth in depths(parents))]
+    mask = tree_mask(parents, before) if has_mask else None
+    return SequenceSlice([1] * count, past, range(-(-(past + count) // BLOCK)), count, positions, mask)
+
+
+def laid_out(*batch: SequenceSlice, max_positions: int = CONTEXT) -> RaggedStep:
+    return lay_out(batch, vocab_size=VOCAB, max_positions=max_positions, block_size=BLOCK, num_blocks=100)
+
+
+# -- where trees find their ancestors ----------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[SequenceSlice]:
+    """Lines with and without a mask, trees and single tokens."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        parents = [draw(st.integers(-1, index - 1)) for index in range(draw(st.integers(0, 5)))]
+        is_line = parents == list(range(-1, len(parents) - 1))
+        has_mask = not is_line or draw(st.booleans())
+        found.append(in_tree(draw(st.integers(0, 20)), draw(st.integers(1, 6)), parents, has_mask))
+    return found
+
+
+@given(steps())
+def test_a_trees_tokens_find_their_ancestors_behind_its_line(batch: list[SequenceSlice]) -> None:
+    step = laid_out(*batch)
+    slots = np.arange(len(step.input_ids)) + 1000
+    begins, tails = tails_of(step, slots)
+    first = 0
+    for each, begin in zip(batch, begins, strict=True):
+        count = len(each.tokens)
+        mask = np.tri(count, dtype=np.uint8) if each.mask is None else each.mask
+        # As many first tokens as all others follow.
+        line = next((n for n in range(count) if mask[n].sum() != n + 1 or mask[:, n].sum() != count - n), count)
+        assert begin == (NO_TAIL if line == count else each.past + line)
+        for token in range(count):
+            assert each.positions is not None
+            attended = {each.positions[other]: slots[first + other] for other in range(count) if mask[token, other]}
+            own = [slot for position, slot in sorted(attended.items()) if position >= begin]
+            assert [slot for slot in tails[first + token].tolist() if slot >= 0] == own
+            assert tails[first + token, : len(own)].tolist() == own
+        first += count
+
+
+def test_a_tree_beside_a_prompt_takes_no_more_room_than_the_prompt() -> None:
+    batch = [in_tree(9, 1, [-1, -1])] * 20 + [in_tree(0, 1000, [])]
+    step = laid_out(*batch, max_positions=1000)
+    tracemalloc.start()
+    try:
+        tails_of(step, np.arange(len(step.input_ids)))
+        assert tracemalloc.get_traced_memory()[1] < 4 * step.mask.nbytes
+    finally:
+        tracemalloc.stop()
