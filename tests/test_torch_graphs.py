@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from outrider.cloud.engine.runner import depths, tree_mask
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.page_layout import NO_TAIL, tails_of
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
+from outrider.models.runtimes.torch_graphs import SIZES, KernelSteps, StepInputs
 
 BLOCK, VOCAB, CONTEXT = 32, 5, 64
 
@@ -74,3 +77,40 @@ def test_a_tree_beside_a_prompt_takes_no_more_room_than_the_prompt() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * step.mask.nbytes
     finally:
         tracemalloc.stop()
+
+
+# -- recorded steps ----------------------------------------------------------------------------------------------------
+
+
+def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """As CUDA graphs do it: run once more to be recorded, and again for each step, into the same result."""
+    run()
+    return run, run()
+
+
+def kernel_steps(record: Callable[..., object] = played_back) -> KernelSteps:
+    """Each row's logits are its token's position."""
+
+    def run(inputs: StepInputs) -> torch.Tensor:
+        return inputs.position_ids[inputs.rows, None].expand(-1, VOCAB).float()
+
+    cpu = torch.device("cpu")
+    blocks = CONTEXT // BLOCK
+    return KernelSteps(run, cpu, block_size=BLOCK, num_blocks=100, max_blocks=blocks, heads=[(4, 4)], record=record)  # type: ignore[arg-type]
+
+
+def logits_of(found: KernelSteps, *batch: SequenceSlice) -> torch.Tensor:
+    """The step's, which are right."""
+    step = laid_out(*batch)
+    logits = found.logits(step)
+    assert logits.tolist() == [[position] * VOCAB for position in step.position_ids]
+    return logits
+
+
+@pytest.mark.parametrize("past", [[CONTEXT - 2], [CONTEXT // 2, CONTEXT - 2]])
+def test_a_tree_at_the_contexts_end_is_recorded(past: list[int]) -> None:
+    """Its siblings' slots go further than positions."""
+    found = kernel_steps()
+    for each in past:
+        logits_of(found, in_tree(each, 1, [-1] * 7))
+    assert found.most_recorded == SIZES[-1]

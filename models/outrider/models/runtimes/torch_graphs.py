@@ -199,7 +199,8 @@ class KernelSteps:
         size = packed.shape[1]
         largest = replace(
             arrays,
-            tables=np.zeros((size + 1, self._max_blocks), np.int32),
+            # Siblings of a tree have a slot each: near the context's end slots go further than positions.
+            tables=np.zeros((size + 1, self._max_blocks + size // self._block_size + 1), np.int32),
             tail_begins=np.resize(arrays.tail_begins, size + 1),
             tail_slots=np.full((size, _MOST_TAIL if arrays.has_tree else 1), -1, np.int32),
             tiles={tokens: np.zeros((2, size + 1), np.int32) for tokens in arrays.tiles},
