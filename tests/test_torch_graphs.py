@@ -114,3 +114,18 @@ def test_a_tree_at_the_contexts_end_is_recorded(past: list[int]) -> None:
     for each in past:
         logits_of(found, in_tree(each, 1, [-1] * 7))
     assert found.most_recorded == SIZES[-1]
+
+
+def test_recorded_steps_share_the_memory_of_their_logits() -> None:
+    found = kernel_steps()
+    batches = [[in_tree(9, 1, parents)] * count for parents in ([], [-1, -1]) for count in (1, 3, 40)]
+    storages = {logits_of(found, *batch).untyped_storage().data_ptr() for batch in [*batches, *batches]}
+    assert len(storages) == 1
+
+
+def test_graphs_that_are_given_up_leave_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel_steps()
+    logits_of(found, in_tree(9, 1, []))
+    monkeypatch.setattr(found, "_record", lambda run: run.nothing)
+    logits_of(found, in_tree(9, 1, [-1, -1]))
+    assert not found.most_recorded and not found._recorded and found._shared is None
