@@ -97,6 +97,12 @@ def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
     assert Bundle.open(bundle).manifest.digest == opened.manifest.digest
 
 
+def test_a_manifest_without_the_formats_model_is_refused_in_words(bundle: Path) -> None:
+    edit_manifest(bundle, lambda raw: raw.update(format="onnx"))
+    with pytest.raises(BundleError, match=r"manifest.json lists no .onnx file, .*; export the model again"):
+        assert Bundle.open(bundle).model_file
+
+
 def test_the_same_files_give_the_same_manifest(tmp_path: Path) -> None:
     """It holds neither path nor time."""
     assert write(tmp_path / "a").manifest.to_json() == write(tmp_path / "sub" / "b").manifest.to_json()

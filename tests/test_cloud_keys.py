@@ -111,6 +111,27 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
     assert new_key() != new_key()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="files have no owner as on POSIX")
+def test_a_changed_file_keeps_owner_and_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's user reads it; who cannot give it to them changes nothing."""
+    path, given = written(tmp_path / "keys", ALICE), list[tuple[int, int]]()
+    key = ApiKey.parse(key_line(BOB, "name=b"))
+    path.chmod(0o640)
+    found = path.stat()
+    monkeypatch.setattr(os, "fchown", lambda _, *owner: given.append(owner))
+    add_key(path, key)
+    assert given == [(found.st_uid, found.st_gid)] and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+    def refused(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refused)
+    with pytest.raises(ConfigError, match="another owner or group"):
+        remove_key(path, "b")
+    assert [each.name for each in read_key_lines(path)][1:] == ["b"]
+    assert [each.name for each in tmp_path.iterdir()] == ["keys"]
+
+
 def watched(folder: Path, *lines: str) -> tuple[Path, KeyRing, WatchedFiles, Counter[tuple[str, str]]]:
     """A key file, its ring, what looks at it, and the counts of its looks."""
     path = written(folder / "keys", *lines)

@@ -39,6 +39,7 @@ from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.process import with_parent
 from outrider.models.runtimes.base import RuntimeOptions
 
 PROMPT = [5, 17, 99, 3]
@@ -243,7 +244,7 @@ def test_serving_the_reference_target_exports_it_first(
     monkeypatch.setattr("outrider.models.bundle.reference_export.run_child_command", run_child)
     assert embedded.export_reference_target() == Path("there/target")
     asked = export_arguments(700.0, *draft_kind(DraftChoice()))  # as `run` asks
-    assert ran == [["-P", "-m", "outrider.export.cli", *asked]]
+    assert ran == [["-P", "-m", with_parent.__name__, "outrider.export.cli", *asked]]
     assert "takes one to three minutes" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(

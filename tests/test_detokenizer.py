@@ -166,6 +166,16 @@ def test_text_after_a_prompt_goes_on_where_the_prompt_ended(
         assert tokenizer.decode(before) + "".join(pieces) == tokenizer.decode([*before, *after])
 
 
+@given(text=TEXTS)
+def test_the_bytes_of_a_texts_tokens_are_the_text(loaded: dict[str, Tokenizer], text: str) -> None:
+    """Spaces included, where words begin with one that the first of a text does not have."""
+    for name in ("byte-level", *MAKERS):
+        tokenizer = loaded[name]
+        ids = tokenizer.encode(text)
+        spelled = b"".join(map(tokenizer.token_bytes, ids))
+        assert spelled == "".join(stream(tokenizer, ids, context=tokenizer.encode("a"))).encode()
+
+
 def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) -> None:
     """An emoji outside the vocabulary is bytes; it is shown with the last of them."""
     pieces = stream(tokenizer, tokenizer.encode("😀"))

@@ -216,13 +216,14 @@ def started_python(code: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) -> None:
-    """However we are told to end: the child is told, and has ended before we have."""
+    """However we are told to end: the child is told, and has ended before we have. Where we are killed it ends, too."""
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
     child = f"import os, signal; open({str(fifo)!r}, 'w').write(str(os.getpid())); signal.pause()"
-    code = f"from outrider.models.process.child_command import run_child_command as run; run(['-c', {child!r}], 'no')"
+    module = ["-m", with_parent.__name__, "timeit", "-n1", "-r1", child]
+    code = f"from outrider.models.process.child_command import run_child_command as run; run({module!r}, 'no')"
     process = started_python(code)
     try:
         started = psutil.Process(int(fifo.read_text()))  # waits for the child

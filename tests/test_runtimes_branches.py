@@ -268,10 +268,10 @@ def test_branches_of_quantized_models_stay_close(
 
 
 class Broken:
-    """In the place of an infer request or a session: it runs nothing."""
+    """In the place of an infer request or a session: it runs nothing, once it has run so often."""
 
-    def __init__(self, original: object) -> None:
-        self.original = original
+    def __init__(self, original: Any, num_runs: int = 0) -> None:
+        self.original, self.num_runs = original, num_runs
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.original, name)
@@ -280,7 +280,10 @@ class Broken:
         raise RuntimeError("broken")
 
     def run_with_iobinding(self, binding: object) -> None:
-        raise RuntimeError("broken")
+        if not self.num_runs:
+            raise RuntimeError("broken")
+        self.num_runs -= 1
+        self.original.run_with_iobinding(binding)
 
 
 @pytest.mark.parametrize("opened", ["openvino llama", "onnxruntime llama"], indirect=True)
@@ -314,6 +317,25 @@ def test_a_failed_call_forgets_its_branches(
     else:
         assert not parts[1].nodes
     assert_close(runtime.extend_branches([[1, 2, 4]])[0], truth([*text, 1, 2, 4]))
+    assert_close(runtime.extend([5]), truth([*text, 5]))
+
+
+@pytest.mark.parametrize("opened", ["gpu llama", "device llama", "onnxruntime llama"], indirect=True)
+def test_a_failed_call_leaves_the_text(runtime: Branching, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that failed in its second piece, or while a text ran again that was lost with a cache."""
+    assert isinstance(runtime, OpenVinoSequenceRuntime | OnnxRuntimeSequence)
+    monkeypatch.setattr(onnxruntime_sequence, "_MAX_STEP", 16)
+    runtime.extend(text := list(range(40)))
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises((RuntimeError, ModelFault), match="broken"):
+            if isinstance(runtime, OpenVinoSequenceRuntime):
+                runtime._shared.num_lost += 1
+                patch.setattr(runtime._shared, "request", Broken(runtime._shared.request))
+            else:
+                runtime._num_positions = 0
+                patch.setattr(runtime, "_model", replace(runtime._model, session=Broken(runtime._model.session, 1)))
+            runtime.extend(range(40, 60))
+        assert runtime.length == 40
     assert_close(runtime.extend([5]), truth([*text, 5]))
 
 

@@ -1,7 +1,7 @@
 """Defines `outrider-cloud keys`: makes, lists and removes the API keys of a key file.
 
-A change replaces the whole file at once and keeps its other lines. The file has mode 0600 from its first byte. Two
-changes at a time wait for each other.
+A change replaces the whole file at once and keeps its other lines, its owner and its group. The file has mode 0600 from
+its first byte; a group that alone may read it goes on. Two changes at a time wait for each other.
 """
 
 from __future__ import annotations
@@ -130,12 +130,30 @@ def _changed(path: Path) -> Iterator[tuple[list[str], list[ApiKey]]]:
             partial.unlink(missing_ok=True)  # left by a command that was killed
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                if path.exists() and os.name == "posix":
+                    _give(file.fileno(), path, partial)
                 file.writelines(f"{line}\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be changed: {error.strerror}; check its directory") from None
+
+
+def _give(descriptor: int, path: Path, partial: Path) -> None:
+    """Gives what replaces a file its owner and group, as whom the server reads it. Raises ConfigError where the
+    caller may not.
+    """
+    found = path.stat()
+    try:
+        os.fchown(descriptor, found.st_uid, found.st_gid)
+    except PermissionError:
+        partial.unlink()
+        raise ConfigError(
+            f"{path} has another owner or group than you can give it, and its server could not read it then; run this "
+            "as its owner, or as root"
+        ) from None
+    os.fchmod(descriptor, found.st_mode & (0o600 if found.st_mode & 0o007 else 0o640))
 
 
 @contextmanager

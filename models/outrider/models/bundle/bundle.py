@@ -63,11 +63,20 @@ class Bundle:
 
     @property
     def model_file(self) -> Path:
-        """The IR's `.xml`, the `.onnx`, or the directory itself for safetensors (config and weights lie in it)."""
+        """The IR's `.xml`, the `.onnx`, or the directory itself for safetensors (config and weights lie in it).
+
+        Raises BundleError where the manifest lists none.
+        """
         if self.manifest.format == "safetensors":
             return self.path
         suffix = ".onnx" if self.manifest.format == "onnx" else ".xml"
-        return self.path / next(entry.path for entry in self.manifest.files if entry.path.endswith(suffix))
+        for entry in self.manifest.files:
+            if entry.path.endswith(suffix):
+                return self.path / entry.path
+        raise BundleError(
+            f"{self.path / MANIFEST_NAME} lists no {suffix} file, which holds the model of a bundle in "
+            f"{self.manifest.format}; export the model again"
+        )
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer. Raises BundleError if its fingerprint is not the manifest's."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.process import with_parent
 from outrider.models.process.child_command import run_child_command
 
 REFERENCE: Final = "reference"
@@ -51,7 +52,8 @@ def export_reference_pair(
     """
     arguments = export_arguments(widen_mb, draft_device, draft_runtime, draft_shapes)
     printed = run_child_command(
-        ["-P", "-m", "outrider.export.cli", *arguments], "the reference pair was not exported; the lines above say why"
+        ["-P", "-m", with_parent.__name__, "outrider.export.cli", *arguments],
+        "the reference pair was not exported; the lines above say why",
     )
     places = json.loads(printed)
     return ReferencePair(Path(places["draft"]), Path(places["target"]))

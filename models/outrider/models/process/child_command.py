@@ -19,8 +19,8 @@ _GRACE_S = 10.0
 def run_child_command(arguments: Sequence[str], failure: str) -> str:
     """Runs this Python with `arguments`; gives what the child prints. Its standard error is ours: progress and errors.
 
-    However this ends, the child has ended too. Raises RuntimeUnavailable with `failure` where the child fails, and
-    SystemExit where a signal ends us.
+    However this ends, the child has ended too; where we are killed, one that runs through `with_parent` ends as well.
+    Raises RuntimeUnavailable with `failure` where the child fails, and SystemExit where a signal ends us.
     """
     # A session of its own, so that Ctrl-C in a terminal reaches it through us, once.
     is_posix = os.name == "posix"
@@ -28,7 +28,7 @@ def run_child_command(arguments: Sequence[str], failure: str) -> str:
         _ending_on_signals() as release,
         subprocess.Popen(
             [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # ends when this process does
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
@@ -38,7 +38,9 @@ def run_child_command(arguments: Sequence[str], failure: str) -> str:
     ):
         try:
             release()
-            printed, _ = process.communicate()
+            assert process.stdout is not None
+            printed = process.stdout.read()  # `communicate` would end the child's input at once
+            process.wait()
         except BaseException:
             _end(process)
             raise

@@ -115,9 +115,12 @@ class OnnxRuntimeSequence(OneSequence):
         for source, target in zip(old, self._host_caches, strict=True):
             target[:, :, :held] = source[:, :, :held]
         if self._cache_device is not None and held:
-            self._length = 0
+            ran, self._length = self._ran[:held], 0
             try:
-                self._run(self._ran[:held], 1)
+                self._run(ran, 1)
+            except BaseException:
+                self._ran, self._num_positions = ran, 0  # the next call makes room again, and tries again
+                raise
             finally:
                 self._length = held
 
@@ -172,10 +175,15 @@ class OnnxRuntimeSequence(OneSequence):
     def _run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self._check_new(tokens)
         self._reserve(self._length + len(tokens))
-        while len(tokens) > _MAX_STEP:  # only the last token's logits are needed
-            self._step(tokens[:_MAX_STEP], 1)
-            tokens = tokens[_MAX_STEP:]
-        return self._step(tokens, num_rows)
+        start = self._length
+        try:
+            while len(tokens) > _MAX_STEP:  # only the last token's logits are needed
+                self._step(tokens[:_MAX_STEP], 1)
+                tokens = tokens[_MAX_STEP:]
+            return self._step(tokens, num_rows)
+        except BaseException:
+            self._length = start
+            raise
 
     def _step(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         num_new = len(tokens)

@@ -204,8 +204,14 @@ class OpenVinoSequenceRuntime(OneSequence):
         self._blocks.forget_branches()
         self._blocks.truncate(0)
         self._length = 0
-        if text:
-            self._run(text, 1)
+        try:
+            if text:
+                self._run(text, 1)
+        except BaseException:
+            self._blocks.truncate(0)
+            self._blocks.extend(text)
+            self._length, self._num_lost = len(text), -1  # still lost: the next call tries again
+            raise
 
     def _bind(self, num_new: int, num_rows: int) -> None:
         self._shared.request.set_tensor("input_ids", shared_tensor(self._shared.ids[:num_new]))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isqrt
 from typing import Final
 
 import numpy as np
@@ -37,22 +39,25 @@ def tails_of(step: RaggedStep, slots: NDArray[np.integer]) -> tuple[_Ids, _Ids]:
     slots: [T], of the new tokens.
     """
     begins = np.full(len(step.past_lens), NO_TAIL, np.int32)
-    if not step.mask.size:
+    # Most sequences are lines. A prompt's mask is large: the arrays below would have its size for each of them.
+    pieces = [step.mask[begin:end] for begin, end in pairwise(step.mask_begins.tolist())]
+    lines = {size: np.tri(isqrt(size), dtype=np.uint8).tobytes() for size in {piece.size for piece in pieces}}
+    trees = [index for index, piece in enumerate(pieces) if piece.tobytes() != lines[piece.size]]
+    if not trees:
         return begins, np.full((len(slots), 1), -1, np.int32)
     num_new = np.diff(step.subsequence_begins)
-    longest = int(num_new.max())
-    # All masks as one array, [B, n, n], with no token behind a sequence's end.
-    is_new = np.arange(longest) < num_new[:, None]
-    masks = np.zeros((len(num_new), longest, longest), np.bool_)
-    masks[is_new[:, :, None] & is_new[:, None, :]] = step.mask
+    longest = int(num_new[trees].max())
+    # The masks of trees as one array, [trees, n, n], with no token behind a sequence's end.
+    is_new = np.arange(longest) < num_new[trees, None]
+    masks = np.zeros((len(trees), longest, longest), np.bool_)
+    masks[is_new[:, :, None] & is_new[:, None, :]] = np.concatenate([pieces[index] for index in trees])
     # The first tokens of a sequence are a line that all others follow.
     place = np.arange(longest)
-    is_line = (masks.sum(axis=2) == place + 1) & (masks.sum(axis=1) == num_new[:, None] - place)
-    is_line |= ~is_new
-    has_tree = ~is_line.all(axis=1)
-    before = np.where(has_tree, is_line.argmin(axis=1), longest)
-    begins[has_tree] = (step.past_lens + before)[has_tree]
-    sequence, token, other = np.nonzero(masks & (place >= before[:, None])[:, None, :])
+    is_line = (masks.sum(axis=2) == place + 1) & (masks.sum(axis=1) == num_new[trees, None] - place)
+    before = (is_line | ~is_new).argmin(axis=1)
+    begins[trees] = step.past_lens[trees] + before
+    tree, token, other = np.nonzero(masks & (place >= before[:, None])[:, None, :])
+    sequence = np.take(trees, tree)
     token, other = (step.subsequence_begins[sequence] + each for each in (token, other))
     at = step.position_ids[other] - begins[sequence]
     tails = np.full((len(slots), int(at.max(initial=0)) + 1), -1, np.int32)

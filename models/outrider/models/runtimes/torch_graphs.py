@@ -48,7 +48,7 @@ class StepInputs:
 Pass = Callable[[StepInputs], torch.Tensor]
 """Runs the model: the logits of `rows`, [R, V] float32."""
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Runs something once, and gives what runs it again, and the tensor that this fills."""
+"""Runs something, then records it; gives what runs it again, and the tensor that this fills."""
 
 
 def padded(step: RaggedStep, size: int, scratch_block: int) -> RaggedStep:
@@ -136,6 +136,7 @@ class KernelSteps:
         self._most_splits = -(-max_blocks * block_size // SPLIT)
         self._tile_tokens = tuple({tokens_of_a_tile(*each) for each in heads})
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self._shared: torch.Tensor | None = None  # the logits of all recorded steps, of which one counts at a time
         self._has_graphs = True  # until one cannot be recorded
 
     @property
@@ -186,6 +187,7 @@ class KernelSteps:
                 self._recorded[key] = self._made(arrays, splits, packed)
             except Exception as error:  # Triton's own are no RuntimeError
                 self._has_graphs = False
+                self._recorded, self._shared = {}, None  # hundreds of megabytes
                 _log.warning("steps run without CUDA graphs: %s", str(error).splitlines()[0])
                 return None
         recorded = self._recorded[key]
@@ -199,7 +201,8 @@ class KernelSteps:
         size = packed.shape[1]
         largest = replace(
             arrays,
-            tables=np.zeros((size + 1, self._max_blocks), np.int32),
+            # Siblings of a tree have a slot each: near the context's end slots go further than positions.
+            tables=np.zeros((size + 1, self._max_blocks + size // self._block_size + 1), np.int32),
             tail_begins=np.resize(arrays.tail_begins, size + 1),
             tail_slots=np.full((size, _MOST_TAIL if arrays.has_tree else 1), -1, np.int32),
             tiles={tokens: np.zeros((2, size + 1), np.int32) for tokens in arrays.tiles},
@@ -219,8 +222,14 @@ class KernelSteps:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # advice to compute FP32 in fewer bits
-                    return self._record(lambda: fused(inputs))
+                    return self._record(lambda: self._into_shared(fused(inputs)))
             except Exception as error:  # a compiler may raise anything for code that it does not know
                 self._fused = None
                 _log.warning("recorded steps run without fused kernels: %s", str(error).splitlines()[0])
-        return self._record(lambda: self._run(inputs))
+        return self._record(lambda: self._into_shared(self._run(inputs)))
+
+    def _into_shared(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy where every recorded pass has its own: a graph would keep its result's memory from all others."""
+        if self._shared is None:  # in the first run, which is not recorded yet
+            self._shared = logits.new_empty((SIZES[-1], logits.shape[1]))
+        return self._shared[: len(logits)].copy_(logits)

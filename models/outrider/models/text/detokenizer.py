@@ -16,7 +16,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from outrider.models.errors import TokenizerError
@@ -174,7 +174,10 @@ def plan_spelling(backend: Any) -> Callable[[int], bytes]:
     space = next((str(step["pattern"].get("String", "")) for step in steps if step.get("type") == "Replace"), "")
     if "ByteFallback" in kinds:
         return _speller(backend, is_byte_level=False, space=space)
-    return lambda index: str(backend.decode([index], skip_special_tokens=False)).encode()
+    text_of: Callable[[list[int]], str] = partial(backend.decode, skip_special_tokens=False)
+    if kinds in ([None], ["Metaspace"], ["WordPiece"]):  # they part words, so what begins a text reads otherwise
+        return lambda index: text_of([index, index]).removeprefix(text_of([index])).encode()
+    return lambda index: text_of([index]).encode()
 
 
 def _steps_of(decoder: Any) -> tuple[list[dict[str, Any]], list[str | None]]:

@@ -1,0 +1,131 @@
+"""The torch runtime's recorded steps and their layouts, without a GPU: passes are played back by a recorder of ours."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.cloud.engine.runner import depths, tree_mask
+from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.runtimes.page_layout import NO_TAIL, tails_of
+from outrider.models.runtimes.ragged import RaggedStep, lay_out
+from outrider.models.runtimes.torch_graphs import SIZES, KernelSteps, StepInputs
+
+BLOCK, VOCAB, CONTEXT = 32, 5, 64
+
+
+def in_tree(past: int, before: int, parents: Sequence[int], has_mask: bool = True) -> SequenceSlice:
+    """`before` tokens in a line, and a tree behind them; all sequences have the first blocks."""
+    count = before + len(parents)
+    positions = [*range(past, past + before), *(past + before - 1 + depth for depth in depths(parents))]
+    mask = tree_mask(parents, before) if has_mask else None
+    return SequenceSlice([1] * count, past, range(-(-(past + count) // BLOCK)), count, positions, mask)
+
+
+def laid_out(*batch: SequenceSlice, max_positions: int = CONTEXT) -> RaggedStep:
+    return lay_out(batch, vocab_size=VOCAB, max_positions=max_positions, block_size=BLOCK, num_blocks=100)
+
+
+# -- where trees find their ancestors ----------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[SequenceSlice]:
+    """Lines with and without a mask, trees and single tokens."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        parents = [draw(st.integers(-1, index - 1)) for index in range(draw(st.integers(0, 5)))]
+        is_line = parents == list(range(-1, len(parents) - 1))
+        has_mask = not is_line or draw(st.booleans())
+        found.append(in_tree(draw(st.integers(0, 20)), draw(st.integers(1, 6)), parents, has_mask))
+    return found
+
+
+@given(steps())
+def test_a_trees_tokens_find_their_ancestors_behind_its_line(batch: list[SequenceSlice]) -> None:
+    step = laid_out(*batch)
+    slots = np.arange(len(step.input_ids)) + 1000
+    begins, tails = tails_of(step, slots)
+    first = 0
+    for each, begin in zip(batch, begins, strict=True):
+        count = len(each.tokens)
+        mask = np.tri(count, dtype=np.uint8) if each.mask is None else each.mask
+        # As many first tokens as all others follow.
+        line = next((n for n in range(count) if mask[n].sum() != n + 1 or mask[:, n].sum() != count - n), count)
+        assert begin == (NO_TAIL if line == count else each.past + line)
+        for token in range(count):
+            assert each.positions is not None
+            attended = {each.positions[other]: slots[first + other] for other in range(count) if mask[token, other]}
+            own = [slot for position, slot in sorted(attended.items()) if position >= begin]
+            assert [slot for slot in tails[first + token].tolist() if slot >= 0] == own
+            assert tails[first + token, : len(own)].tolist() == own
+        first += count
+
+
+def test_a_tree_beside_a_prompt_takes_no_more_room_than_the_prompt() -> None:
+    batch = [in_tree(9, 1, [-1, -1])] * 20 + [in_tree(0, 1000, [])]
+    step = laid_out(*batch, max_positions=1000)
+    tracemalloc.start()
+    try:
+        tails_of(step, np.arange(len(step.input_ids)))
+        assert tracemalloc.get_traced_memory()[1] < 4 * step.mask.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+# -- recorded steps ----------------------------------------------------------------------------------------------------
+
+
+def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    """As CUDA graphs do it: run once more to be recorded, and again for each step, into the same result."""
+    run()
+    return run, run()
+
+
+def kernel_steps(record: Callable[..., object] = played_back) -> KernelSteps:
+    """Each row's logits are its token's position."""
+
+    def run(inputs: StepInputs) -> torch.Tensor:
+        return inputs.position_ids[inputs.rows, None].expand(-1, VOCAB).float()
+
+    cpu = torch.device("cpu")
+    blocks = CONTEXT // BLOCK
+    return KernelSteps(run, cpu, block_size=BLOCK, num_blocks=100, max_blocks=blocks, heads=[(4, 4)], record=record)  # type: ignore[arg-type]
+
+
+def logits_of(found: KernelSteps, *batch: SequenceSlice) -> torch.Tensor:
+    """The step's, which are right."""
+    step = laid_out(*batch)
+    logits = found.logits(step)
+    assert logits.tolist() == [[position] * VOCAB for position in step.position_ids]
+    return logits
+
+
+@pytest.mark.parametrize("past", [[CONTEXT - 2], [CONTEXT // 2, CONTEXT - 2]])
+def test_a_tree_at_the_contexts_end_is_recorded(past: list[int]) -> None:
+    """Its siblings' slots go further than positions."""
+    found = kernel_steps()
+    for each in past:
+        logits_of(found, in_tree(each, 1, [-1] * 7))
+    assert found.most_recorded == SIZES[-1]
+
+
+def test_recorded_steps_share_the_memory_of_their_logits() -> None:
+    found = kernel_steps()
+    batches = [[in_tree(9, 1, parents)] * count for parents in ([], [-1, -1]) for count in (1, 3, 40)]
+    storages = {logits_of(found, *batch).untyped_storage().data_ptr() for batch in [*batches, *batches]}
+    assert len(storages) == 1
+
+
+def test_graphs_that_are_given_up_leave_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel_steps()
+    logits_of(found, in_tree(9, 1, []))
+    monkeypatch.setattr(found, "_record", lambda run: run.nothing)
+    logits_of(found, in_tree(9, 1, [-1, -1]))
+    assert not found.most_recorded and not found._recorded and found._shared is None
