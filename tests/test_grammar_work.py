@@ -74,7 +74,7 @@ def test_a_text_of_which_the_library_keeps_too_much_ends(
     """Also where no engine copies it. One copy that is quick is enough to go on."""
     monkeypatch.setattr(state_module, "COPY_EVERY", 4)
     took_s = iter([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr(state_module.GrammarState, "_copied", lambda self: (None, next(took_s)))
+    monkeypatch.setattr(state_module, "_copied", lambda matcher, length: (None, next(took_s)))
     state = replace(compiler.compile(DIGITS), is_timed=is_timed).state()
     for _ in range(8):
         state.mask(tokenizer.size)

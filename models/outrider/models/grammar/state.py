@@ -74,11 +74,11 @@ class GrammarCost:
     free. is_timed: False ends no text.
     """
 
-    __slots__ = ("_excess_s", "_free_s", "_is_drafting", "_note", "_on_excess", "is_timed")
+    __slots__ = ("_excess_s", "_free_s", "_is_drafting", "_is_timed", "_note", "_on_excess")
 
     def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None], *, is_timed: bool = True) -> None:
         self._on_excess = on_excess
-        self.is_timed = is_timed
+        self._is_timed = is_timed
         self._note = note
         self._free_s = FREE_S
         self._is_drafting = False
@@ -115,7 +115,7 @@ class GrammarCost:
     def spend(self, seconds: float) -> None:
         """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""
         self._excess_s = max(0.0, self._excess_s + (max(0.0, seconds) if self._is_drafting else seconds))
-        if self._excess_s > MAX_EXCESS_S and self.is_timed:
+        if self._excess_s > MAX_EXCESS_S and self._is_timed:
             self._on_excess()
             raise TookTooLong(
                 "grammar_too_complex",
@@ -127,6 +127,18 @@ class GrammarCost:
         """The error of a text that has filled a lexer alone, which counts like time."""
         self._on_excess()
         return TookTooLong("grammar_too_complex", message)
+
+    def check_size(self, matcher: Any, length: int) -> None:
+        """Ends a text of which the library keeps too much. Only the time of a copy tells; one may be slow by chance."""
+        if self._is_timed and all(_copied(matcher, length)[1] > MAX_COPY_S for _ in range(3)):
+            raise self.too_large(f"the grammar takes too much memory after {length} tokens; make it simpler")
+
+
+def _copied(matcher: Any, length: int) -> tuple[Any, float]:
+    """A copy of a matcher that has read `length` tokens, and the time that it took beyond what is free."""
+    began_s = time.thread_time()
+    twin = matcher.deep_copy()
+    return twin, max(0.0, time.thread_time() - began_s - FREE_S - FREE_COPY_S * length)
 
 
 class WornOut(RequestError):
@@ -271,7 +283,7 @@ class GrammarState:
     def fork(self) -> GrammarState:
         """A state of its own at the same place. The library copies all that it has read: raises as `accept`."""
         twin = copy.copy(self)
-        twin._matcher, seconds = self._copied()
+        twin._matcher, seconds = _copied(self._matcher, len(self._matched))
         self.cost.spend(seconds)
         twin._matched = self._matched.copy()
         return twin
@@ -300,23 +312,12 @@ class GrammarState:
         """Whether the next token says if the grammar waits."""
         return self._opener is not None and self.length == 0
 
-    def _copied(self) -> tuple[Any, float]:
-        """A copy of the matcher, and the time that it took beyond what is free."""
-        began_s = time.thread_time()
-        matcher = self._matcher.deep_copy()
-        return matcher, max(0.0, time.thread_time() - began_s - FREE_S - FREE_COPY_S * len(self._matched))
-
-    def _check_size(self) -> None:
-        """Ends a text of which the library keeps too much. Only the time of a copy tells; one may be slow by chance."""
-        if self.cost.is_timed and all(self._copied()[1] > MAX_COPY_S for _ in range(3)):
-            raise self.cost.too_large(f"the grammar takes too much memory after {self.length} tokens; make it simpler")
-
     def _bits(self) -> bytes:
         """The mask of the next token, one bit an id."""
         if self._num_stops:
             return self._vocabulary.stop_bits
         if self._matched and len(self._matched) % COPY_EVERY == 0:
-            self._check_size()
+            self.cost.check_size(self._matcher, len(self._matched))
         bits: bytes = self._ask(lambda matcher: matcher.compute_bitmask())
         bits = self._vocabulary.only_own_stops(bits)
         if self._may_open:
