@@ -1,6 +1,6 @@
 """Compares our engines with their peers, without drafts: the same target, 16 greedy sequences, batch by batch in turn.
 
-  engine    our own engine beside `openvino_genai`'s continuous batching (`pip install "outrider[peers]"`), in a process
+  engine    our own engine beside `openvino_genai`'s continuous batching (`pip install ".[peers]"`), in a process
             each, without HTTP: the same IR, f32 arithmetic, f32 KV cache, threads, step budget
   serving   `outrider-cloud serve --engine vllm` beside vLLM's own OpenAI server: the same safetensors, the same client,
             streamed completions over HTTP; runs with `--vllm-python`, an environment as docs/vllm.md says

@@ -91,6 +91,14 @@ def test_the_command_is_one_of_the_server(image: Dockerfile) -> None:
     assert url and urlsplit(url[1]).port == options["port"] and urlsplit(url[1]).path in PROBE_PATHS
 
 
+def test_the_readme_mounts_the_directory_of_the_keys() -> None:
+    """`outrider-cloud keys` replaces the file by a rename: a mount of the file alone would keep removed keys."""
+    readme = (PLACE / "README.md").read_text(encoding="utf-8")
+    keys = Path(serve_options(Dockerfile.read(PLACE / "Dockerfile.cpu").command)["api_key_file"])
+    mounted = [re.findall(r"-v \S+?:(\S+?):ro", words) for words in readme.split("docker run --") if "/model" in words]
+    assert len(mounted) == len(NAMES) and all(sorted(each) == ["/model", str(keys.parent)] for each in mounted)
+
+
 def copied(image: Dockerfile) -> list[str]:
     """What the builder copies from the build context."""
     return [source for each in image.stages[0].all("COPY") for source in each.text.split()[:-1]]

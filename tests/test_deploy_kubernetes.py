@@ -240,6 +240,8 @@ def test_rays_ports_are_open_to_its_own_pods_and_the_operator_only() -> None:
         {"kubernetes.io/metadata.name": "kuberay-operator"}
     ]
     assert callers["ports"] == [{"port": 8000, "protocol": "TCP"}]
+    (of_plain_pods,) = load("networkpolicy.yaml")["spec"]["ingress"]
+    assert callers["from"] == of_plain_pods["from"], "who may call, and who scrapes"
     to_own, dns = policy["egress"]
     assert to_own == {"to": [{"podSelector": own}]} and {port["port"] for port in dns["ports"]} == {53}
 

@@ -196,9 +196,21 @@ def test_install_status_and_uninstall(
         and not managed
     )
     assert "not installed" in outrider("service", "status", code=1).out
-    monkeypatch.setenv("OUTRIDER_DRAFT", "x")
+    advice = {
+        "OUTRIDER_API_KEY": "name that as key_file in the configuration file",
+        "OUTRIDER_API_KEYS": "name that as api_key_file below [serve] in the configuration file",
+        "OUTRIDER_CACHE": "`systemctl --user edit outrider`, and add `Environment=OUTRIDER_CACHE=DIR` below [Service]",
+        "OUTRIDER_DRAFT": "put it into the configuration file",
+        "OUTRIDER_SERVE_API_KEY": "name that as key_file in the configuration file",
+    }
+    for name in advice:
+        monkeypatch.setenv(name, "x")
     shown = outrider("service", "install")
-    assert f"wrote {path}" in shown.out.replace("\n", "") and "the service does not see OUTRIDER_DRAFT" in shown.err
+    assert f"wrote {path}" in shown.out.replace("\n", "")
+    notes = [line for line in shown.err.splitlines() if "the service does not see" in line]
+    assert len(notes) == len(advice) and "OUTRIDER_CONFIG" in os.environ
+    for note, (name, words) in zip(notes, advice.items(), strict=True):
+        assert f"the service does not see {name}; " in note and note.endswith(words)
     assert [command[2] for command in managed] == ["daemon-reload", "enable", "restart"]
     assert "runs\n" in outrider("service", "status").out
     path.write_text(f"# {MARK}, an older one\n")

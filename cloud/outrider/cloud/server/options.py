@@ -180,7 +180,7 @@ class ServeOptions(AccessOptions):
     ] = EngineName.EMBEDDED
     vllm_option: Annotated[
         list[str],
-        typer.Option(help="NAME=VALUE of vLLM's engine, such as max_num_seqs=64; repeatable."),
+        typer.Option(help="NAME=VALUE of vLLM's engine, such as tensor_parallel_size=2; repeatable."),
     ] = field(default_factory=list)
     lora: Annotated[
         list[str],

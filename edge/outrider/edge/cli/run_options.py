@@ -116,7 +116,14 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
         list[str], typer.Option("--choice", help="A text that is allowed, and no other; repeatable.")
     ] = field(default_factory=list)
     docs: Docs = None
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Wrap the prompt in the chat template of the draft's bundle; of the target, where the draft has "
+            "another tokenizer.",
+        ),
+    ] = False
     offline_ok: OfflineOk = False
     no_recent: Annotated[
         bool,

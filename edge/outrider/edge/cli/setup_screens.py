@@ -15,10 +15,9 @@ import typer
 from rich.console import Console
 
 from outrider.edge.setup.config_file import VARIABLE, config_path
-from outrider.edge.setup.service import remove_service, run_command, service_here, write_service
+from outrider.edge.setup.service import System, remove_service, run_command, service_here, write_service
 from outrider.edge.setup.settings import (
     PREFIX,
-    RESERVED,
     SECRETS,
     Setting,
     Settings,
@@ -198,11 +197,8 @@ def install(
         typer.echo(service.content.decode(service.encoding), nl=False)
         return
     settings_here()  # a broken configuration is not installed
-    unseen = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in RESERVED)
-    if unseen:
-        print_line(
-            about, f"note: the service does not see {', '.join(unseen)}; put it into the configuration file", "yellow"
-        )
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name != VARIABLE):
+        print_line(about, f"note: the service does not see {name}; {_instead(name, service.system)}", "yellow")
     changed = write_service(service, force=force)
     print_line(Console(), f"{'wrote' if changed else 'unchanged:'} {service.path}")
     if service.system != "systemd":
@@ -214,6 +210,21 @@ def install(
     if not all(_run(about, command) for command in service.turn_on):
         raise typer.Exit(1)
     print_line(Console(), "started, and starts at each login; see `outrider service status`")
+
+
+def _instead(variable: str, system: System) -> str:
+    """How the service gets what a variable of the shell says."""
+    if variable == "OUTRIDER_API_KEYS":
+        return "write the keys to a file, and name that as api_key_file below [serve] in the configuration file"
+    if variable.endswith("_API_KEY"):
+        return "write the key to a file, and name that as key_file in the configuration file"
+    if variable != "OUTRIDER_CACHE":
+        return "put it into the configuration file"
+    return {
+        "systemd": f"run `systemctl --user edit outrider`, and add `Environment={variable}=DIR` below [Service]",
+        "launchd": f"add {variable} to its file's EnvironmentVariables",
+        "windows": f"run `setx {variable} DIR`",
+    }[system]
 
 
 @service_app.command()
