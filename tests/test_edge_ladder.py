@@ -22,7 +22,7 @@ from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.drafting.scheduler import THREAD_NAME
 from outrider.edge.modes.assemble import OpenModel, eased, make_options
-from outrider.edge.modes.draft_ladder import LazyModel
+from outrider.edge.modes.draft_ladder import LazyModel, open_ladder
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.breaker import Breaker
 from outrider.models.errors import ModelFault
@@ -98,6 +98,69 @@ def test_where_no_rung_is_left_the_last_failure_is_reported() -> None:
         ladder.guess([[]], 1)
     with pytest.raises(RuntimeError, match="failed a moment ago"):
         ladder.begin([1, 2], PARAMS)
+
+
+def test_a_draft_whose_device_was_lost_is_loaded_anew_once_its_trial_has_failed() -> None:
+    """After sleep or a driver's reset the same object works no more."""
+    loaded = list[Failing]()
+
+    def refuse() -> OpenModel:
+        raise ModelFault("it does not fit")
+
+    def load() -> OpenModel:
+        loaded.append(Failing())
+        return OpenModel(loaded[-1], None, Placement("openvino"))
+
+    draft = open_ladder([LazyModel("the NPU", refuse), LazyModel("the GPU", load)], is_asked=False)
+    assert isinstance(draft.drafter, LadderDrafter)
+    loaded[0].fails.set()
+    breaker = draft.drafter._rungs[0].breaker
+    for num_loaded in (1, 1, 2):
+        breaker._due_at = 0.0
+        draft.drafter.begin([5, 6, 7, 8], PARAMS)
+        draft.drafter.guess([[]], 1)
+        assert len(loaded) == num_loaded
+    assert loaded[0].is_closed and loaded[1].calls > 0 and not breaker.is_open
+    draft.drafter.close()
+    assert loaded[1].is_closed
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_serve_loads_a_lost_draft_anew_once_no_text_has_it(is_shared: bool) -> None:
+    """A text that has a sequence of it keeps it in memory; others wait meanwhile."""
+    loaded, prompt = [Failing()], [5, 6, 7, 8]
+
+    def load() -> OpenModel:
+        loaded.append(Failing())
+        return OpenModel(loaded[-1], None, Placement("openvino"))
+
+    model = OpenModel(loaded[0], None, Placement("openvino"))
+    drafts = DraftSequences(model, 2, is_looked_up=True, again=load)
+    pauses = drafts._pools[0].breaker
+    pauses._first_pause_s = pauses._max_pause_s = 1e9
+
+    def has_model() -> bool:
+        pauses._due_at = 0.0
+        with drafts.lend(b"", prompt) as loan:
+            assert loan.drafter is not None
+            drafts.scheduler.join()
+            loan.drafter.begin(prompt, PARAMS)
+            loan.drafter.guess([[]], 1)
+            drafts.scheduler.join()
+            return loan.drafter.model_drafter is not None
+
+    with ExitStack() as other:
+        if is_shared:
+            other.enter_context(drafts.lend(b"other", prompt))
+        loaded[0].fails.set()
+        assert not has_model() and not loaded[0].is_closed
+        assert not has_model() and loaded[0].is_closed != is_shared
+        assert not is_shared or not has_model()
+    drafts.scheduler.join()
+    assert loaded[0].is_closed and len(loaded) == 1
+    assert has_model() and len(loaded) == 2 and not drafts.failed and drafts.num_lent == 0
+    drafts.close()
+    assert loaded[1].is_closed
 
 
 def test_serve_goes_on_with_the_next_model_in_mid_text() -> None:
