@@ -80,7 +80,10 @@ def candidates_of(
         if choice.runtime == "ngram" or choice.emulate_npu or choice.provider:
             continue
         runtime: ModelRuntime = "openvino" if bundle.manifest.runtime == "openvino" else "onnxruntime"
-        here = find(runtime)
+        try:
+            here = find(runtime)
+        except RuntimeUnavailable:
+            continue
         for device in DEVICE_ORDER:
             is_known = any(each.bundle is bundle and each.placement.device == device for each in found)
             if is_known or not here.has(device):
