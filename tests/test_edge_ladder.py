@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,15 +14,18 @@ import pytest
 from tests.agents import SURE, Clock
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import DRAFTS, expected, fake_draft, serve_local
-from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.serving import TURNS_TEMPLATE, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.test_edge_terminal import chat
 
+from outrider.edge.cli import chat as chat_module
 from outrider.edge.devices.placement import Placement
 from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
-from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.depth import DepthController, Effort
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.drafting.scheduler import THREAD_NAME
-from outrider.edge.modes.assemble import OpenModel, eased, make_options
+from outrider.edge.modes.assemble import OpenModel, eased, make_depth, make_options
 from outrider.edge.modes.draft_ladder import LazyModel, open_ladder
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.breaker import Breaker
@@ -321,6 +325,25 @@ def test_on_battery_or_hot_is_a_reason_to_draft_less(
         raise OSError("no sensor")
 
     assert why_ease(broken, broken) is None
+
+
+def test_a_chat_looks_at_the_battery_before_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `serve` does before each text: it may last for hours."""
+    found = iter([None, "on battery, 40 %", "on battery, 39 %", None])
+    clock = itertools.count(0.0, 31.0)
+    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: next(found), lambda: next(clock)))
+    efforts = list[Effort]()
+
+    def depth_of(name: str, estimates: Estimates, effort: Effort) -> DepthController:
+        efforts.append(effort)
+        return make_depth(name, estimates, effort)
+
+    monkeypatch.setattr(chat_module, "make_depth", depth_of)
+    with serve_fake(chat_template=TURNS_TEMPLATE) as server:
+        shown = chat(server.url, "one", "two", "three", "four", on_battery=OnBattery.HALF)
+    assert shown.about.count("half the work: on battery, 40 %") == shown.about.count("all the work again") == 1
+    assert efforts == [Effort.LOW, Effort.NORMAL]
+    assert shown.conversation.agent.options == make_options() and next(found, "all asked") == "all asked"
 
 
 def test_half_the_work_is_low_effort_half_the_nodes_and_half_the_bytes() -> None:
