@@ -137,7 +137,7 @@ class ChatScreen:
     ) -> None:
         self._options = options
         self._params = options.params
-        self._file = options.load
+        self._file = options.load.expanduser() if options.load is not None else None
         self._drafted_by = drafted_by
         self._out = out
         self._notes = notes
