@@ -30,6 +30,7 @@ from outrider.cloud.upstream.mid import DeviceDrafts
 from outrider.cloud.upstream.upstream import (
     UpstreamRetry,
 )
+from outrider.edge.drafting.calibration import PROVISIONAL_RANK
 from outrider.edge.drafting.depth import CostModelDepth
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.tree import GuessTree
@@ -252,6 +253,7 @@ def test_a_device_shows_only_confirmed_tokens_and_its_text_is_the_targets(width:
                 result = await agent.generate(request, lambda batch, shown=shown: shown.extend(batch.tokens))  # type: ignore[misc]
                 assert list(result.tokens) == target_tokens(PROMPT, LENGTH, params) == shown
                 assert result.draft_error is None and agent.with_mid == {url}
+                assert PROVISIONAL_RANK not in result.hits  # the device guessed none of these
 
     with cascade(0.8) as running:
         asyncio.run(show_all(running.mid.url))

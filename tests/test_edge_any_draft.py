@@ -23,6 +23,7 @@ from outrider.edge.cli.chat import chat_here
 from outrider.edge.cli.command_options import ChatOptions, ServeOptions
 from outrider.edge.cli.line_editor import PipeReader
 from outrider.edge.cli.serve import _open_core
+from outrider.edge.cli.summary import draft_lines
 from outrider.edge.cli.verifiers import open_verifiers
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
@@ -82,6 +83,14 @@ def test_pull_then_run(server: FakeServer, cache: Path, outrider: Outrider) -> N
         assert drafted["text"] == alone["text"] and len(alone["text"]) > 20
     message = outrider(*asked, "--same-tokenizer", code=2).err
     assert "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped" in message
+
+
+def test_a_mapped_draft_holds_texts_of_any_length(place: Path) -> None:
+    """Its own positions bound its own texts only: nothing says that a longer one is not drafted."""
+    bundle = open_draft_bundle(place / "cpu")
+    own, mapped = open_draft_model(bundle), open_draft_model(bundle, target=fake_tokenizer())
+    assert own.placement.max_positions == 4096 and mapped.placement.max_positions is None
+    assert len(draft_lines(own.placement, 5000, 8)) == 2 and len(draft_lines(mapped.placement, 5000, 8)) == 1
 
 
 def test_a_server_that_shares_no_tokenizer(place: Path, tmp_path: Path, outrider: Outrider) -> None:

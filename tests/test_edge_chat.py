@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import TURNS_TEMPLATE, FakeServer, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.chat.conversation import Conversation, continued, read_facts
-from outrider.edge.chat.messages import Message
+from outrider.edge.chat.messages import Message, save_chat
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stream import StreamAgent
@@ -241,6 +242,21 @@ async def test_the_oldest_turns_are_dropped_visibly() -> None:
                 with pytest.raises((ConfigError, RequestError), match="at most 159"):
                     await conversation.answer("word " * words, SAMPLED, 4)
                 assert conversation.messages == before
+
+
+async def test_a_chat_of_many_messages_goes_on_and_can_be_saved(tmp_path: Path) -> None:
+    """Short ones fill no context. A server takes 2,048, a file 2,000."""
+    notes: list[str] = []
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=1 << 16, num_blocks=1 << 13)
+    said = [Message(role=role, content="x") for _ in range(1030) for role in ("user", "assistant")]
+    with pytest.raises(ConfigError, match="2060 messages are more than 2000"):
+        save_chat(tmp_path / "chat.json", said, "fake")
+    with serve_fake(runtime=runtime, chat_template=TURNS_TEMPLATE) as server:
+        async with conversing(server.url, on_note=notes.append, messages=said) as conversation:
+            await conversation.answer("and now?", SAMPLED, 4)
+            assert len(conversation.messages) == 2 * (1031 - conversation.num_dropped) <= 2000
+            assert notes[0].startswith("The chat of 2000 messages is full: the ")
+            save_chat(tmp_path / "chat.json", conversation.messages, "fake")
 
 
 async def test_an_answer_that_is_stopped_stays(server: FakeServer) -> None:

@@ -18,6 +18,8 @@ from tests.commands import Outrider, screen
 from tests.drafts import ALL_DEVICES, CPU_ONLY, manifest_for
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, serve_fake
+from tests.test_edge_placement import bundle
+from tests.test_edge_shelf import offer
 
 from outrider.cloud.recent.store import MemoryStore
 from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
@@ -28,7 +30,9 @@ from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, open_drafter
+from outrider.edge.modes.draft_ladder import candidates_of
 from outrider.edge.results import Mode
+from outrider.edge.store.choice import Wishes, judge
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.client.client import VerifierClient
@@ -52,6 +56,29 @@ def test_a_runtime_that_is_not_installed_is_answered_with_the_command_that_insta
             require_device(*runtime)
 
 
+@pytest.mark.parametrize("error", [ImportError("DLL load failed"), RuntimeError("no plugins.xml")])
+def test_a_broken_runtime_is_told_and_does_not_hide_the_other(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, outrider: Outrider
+) -> None:
+    """In the list of devices, and where drafts are chosen: for the other runtime, and for this one."""
+
+    def broken() -> FoundRuntime:
+        raise error
+
+    monkeypatch.setattr(discovery, "_find_openvino", broken)
+    why = f"OpenVINO cannot be used: {type(error).__name__}: {error}"
+    with pytest.raises(RuntimeUnavailable, match=why):
+        require_device("openvino", "cpu")
+    assert {each["runtime"] for each in json.loads(outrider("devices", "--json").out)["missing"]} == {"onnxruntime"}
+    shown = " ".join(outrider("devices").out.split())
+    assert why in shown and "CPUExecutionProvider" in shown and "not installed" not in shown
+    found = judge([offer("one"), offer("other", runtime="onnxruntime")], Wishes())
+    assert why in str(found[0].why_not) and found[1].why_not is None
+    drafts = [bundle("one", "openvino", "cpu"), bundle("other", "onnxruntime", "cpu")]
+    (candidate,) = candidates_of(drafts, DraftChoice())
+    assert candidate.bundle is drafts[1]
+
+
 def test_what_is_found_here_is_what_the_runtimes_say() -> None:
     """Every machine has a CPU in both."""
     found = find_runtime("openvino")
@@ -69,13 +96,14 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
         "GPU.0": "Arc (iGPU)",
         "GPU.1": "Arc (dGPU)",
         "NPU": "Intel(R) AI Boost ",
+        "GPU.2": "its driver is broken",
     }
 
     class Core:
         available_devices = tuple(names)
 
         def get_property(self, device: str, name: str) -> object:
-            if name == "FULL_DEVICE_NAME":
+            if name == "FULL_DEVICE_NAME" and device != "GPU.2":
                 return names[device]
             if device == "NPU" and name == "NPU_DRIVER_VERSION":
                 return 1005
@@ -86,8 +114,10 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
     assert found.version == "2026.4.1"
     assert [(device.name, device.device, device.driver) for device in found.devices] == [
         ("CPU", "cpu", None), ("GPU.0", "gpu", None), ("GPU.1", "gpu", None), ("NPU", "npu", "1005"),
+        ("GPU.2", None, None),
     ]  # fmt: skip
-    assert found.devices[-1].full_name == "Intel(R) AI Boost"
+    assert found.devices[-2].full_name == "Intel(R) AI Boost"
+    assert found.devices[-1].full_name == "cannot be used: GPU.2 has no FULL_DEVICE_NAME"
     for device in get_args(Device):
         require_device("openvino", device, found)
     manifest = manifest_for("openvino", "gpu", "GPU")

@@ -63,6 +63,15 @@ def doctor(outrider: Outrider) -> Doctor:
     return examine
 
 
+def test_each_named_draft_is_checked(fake_bundle: Path, tmp_path: Path, outrider: Outrider) -> None:
+    """The first and the others, which commands choose from too."""
+    given = ["--draft", fake_bundle, "--draft", tmp_path / "missing", "--draft", "auto", "--server", nowhere()]
+    checks = json.loads(outrider("doctor", "--json", *given, code=1).out)["checks"]
+    drafts = [(each["status"], each["found"]) for each in checks if each["name"] == "draft"]
+    assert sorted(status for status, _ in drafts) == ["fault", "ok"]
+    assert any(str(tmp_path / "missing") in found for _, found in drafts)
+
+
 def test_all_is_well(guarded: FakeServer, fake_bundle: Path, doctor: Doctor) -> None:
     """Every part has its line, none is a fault, and the exit status is 0."""
     code, found = doctor("--server", guarded.url, "--draft", str(fake_bundle), "--api-key", KEY)

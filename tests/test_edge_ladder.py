@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,16 +14,19 @@ import pytest
 from tests.agents import SURE, Clock
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import DRAFTS, expected, fake_draft, serve_local
-from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.serving import TURNS_TEMPLATE, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.test_edge_terminal import chat
 
+from outrider.edge.cli import chat as chat_module
 from outrider.edge.devices.placement import Placement
 from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
-from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.depth import DepthController, Effort
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.drafting.scheduler import THREAD_NAME
-from outrider.edge.modes.assemble import OpenModel, eased, make_options
-from outrider.edge.modes.draft_ladder import LazyModel
+from outrider.edge.modes.assemble import OpenModel, eased, make_depth, make_options
+from outrider.edge.modes.draft_ladder import LazyModel, open_ladder
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.breaker import Breaker
 from outrider.models.errors import ModelFault
@@ -98,6 +102,69 @@ def test_where_no_rung_is_left_the_last_failure_is_reported() -> None:
         ladder.guess([[]], 1)
     with pytest.raises(RuntimeError, match="failed a moment ago"):
         ladder.begin([1, 2], PARAMS)
+
+
+def test_a_draft_whose_device_was_lost_is_loaded_anew_once_its_trial_has_failed() -> None:
+    """After sleep or a driver's reset the same object works no more."""
+    loaded = list[Failing]()
+
+    def refuse() -> OpenModel:
+        raise ModelFault("it does not fit")
+
+    def load() -> OpenModel:
+        loaded.append(Failing())
+        return OpenModel(loaded[-1], None, Placement("openvino"))
+
+    draft = open_ladder([LazyModel("the NPU", refuse), LazyModel("the GPU", load)], is_asked=False)
+    assert isinstance(draft.drafter, LadderDrafter)
+    loaded[0].fails.set()
+    breaker = draft.drafter._rungs[0].breaker
+    for num_loaded in (1, 1, 2):
+        breaker._due_at = 0.0
+        draft.drafter.begin([5, 6, 7, 8], PARAMS)
+        draft.drafter.guess([[]], 1)
+        assert len(loaded) == num_loaded
+    assert loaded[0].is_closed and loaded[1].calls > 0 and not breaker.is_open
+    draft.drafter.close()
+    assert loaded[1].is_closed
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_serve_loads_a_lost_draft_anew_once_no_text_has_it(is_shared: bool) -> None:
+    """A text that has a sequence of it keeps it in memory; others wait meanwhile."""
+    loaded, prompt = [Failing()], [5, 6, 7, 8]
+
+    def load() -> OpenModel:
+        loaded.append(Failing())
+        return OpenModel(loaded[-1], None, Placement("openvino"))
+
+    model = OpenModel(loaded[0], None, Placement("openvino"))
+    drafts = DraftSequences(model, 2, is_looked_up=True, again=load)
+    pauses = drafts._pools[0].breaker
+    pauses._first_pause_s = pauses._max_pause_s = 1e9
+
+    def has_model() -> bool:
+        pauses._due_at = 0.0
+        with drafts.lend(b"", prompt) as loan:
+            assert loan.drafter is not None
+            drafts.scheduler.join()
+            loan.drafter.begin(prompt, PARAMS)
+            loan.drafter.guess([[]], 1)
+            drafts.scheduler.join()
+            return loan.drafter.model_drafter is not None
+
+    with ExitStack() as other:
+        if is_shared:
+            other.enter_context(drafts.lend(b"other", prompt))
+        loaded[0].fails.set()
+        assert not has_model() and not loaded[0].is_closed
+        assert not has_model() and loaded[0].is_closed != is_shared
+        assert not is_shared or not has_model()
+    drafts.scheduler.join()
+    assert loaded[0].is_closed and len(loaded) == 1
+    assert has_model() and len(loaded) == 2 and not drafts.failed and drafts.num_lent == 0
+    drafts.close()
+    assert loaded[1].is_closed
 
 
 def test_serve_goes_on_with_the_next_model_in_mid_text() -> None:
@@ -258,6 +325,25 @@ def test_on_battery_or_hot_is_a_reason_to_draft_less(
         raise OSError("no sensor")
 
     assert why_ease(broken, broken) is None
+
+
+def test_a_chat_looks_at_the_battery_before_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `serve` does before each text: it may last for hours."""
+    found = iter([None, "on battery, 40 %", "on battery, 39 %", None])
+    clock = itertools.count(0.0, 31.0)
+    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: next(found), lambda: next(clock)))
+    efforts = list[Effort]()
+
+    def depth_of(name: str, estimates: Estimates, effort: Effort) -> DepthController:
+        efforts.append(effort)
+        return make_depth(name, estimates, effort)
+
+    monkeypatch.setattr(chat_module, "make_depth", depth_of)
+    with serve_fake(chat_template=TURNS_TEMPLATE) as server:
+        shown = chat(server.url, "one", "two", "three", "four", on_battery=OnBattery.HALF)
+    assert shown.about.count("half the work: on battery, 40 %") == shown.about.count("all the work again") == 1
+    assert efforts == [Effort.LOW, Effort.NORMAL]
+    assert shown.conversation.agent.options == make_options() and next(found, "all asked") == "all asked"
 
 
 def test_half_the_work_is_low_effort_half_the_nodes_and_half_the_bytes() -> None:

@@ -48,6 +48,7 @@ from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import TokenLogprobs
+from outrider.models.runtimes.ngram import QuotedText
 
 PARAMS = SamplingParams(0.8, seed=3)
 TOKENS = [7, 8, 9, 10]
@@ -196,12 +197,13 @@ async def test_a_cloud_that_is_lost_in_mid_text_leaves_a_verified_beginning() ->
 
 
 async def test_lookup_alone_writes_nothing() -> None:
-    """Repeating passages is no text: the error of the cloud stays one."""
+    """Repeating passages is no text, its own or a document's: the error of the cloud stays one."""
     async with VerifierClient("http://127.0.0.1:9") as client:
-        with pytest.raises(CloudError, match="the draft cannot write alone either"):
-            await writer_of(client, NgramDrafter()).generate(
-                GenerationRequest((1, 2, 1, 2), PARAMS, 8), lambda batch: None
-            )
+        for quoted in ([], [QuotedText([1, 2, 3, 1, 2, 4])]):
+            writer = writer_of(client, NgramDrafter())
+            writer.drafter = NgramDrafter(quoted)
+            with pytest.raises(CloudError, match="the draft cannot write alone either"):
+                await writer.generate(GenerationRequest((1, 2, 1, 2), PARAMS, 8), lambda batch: None)
 
 
 async def test_a_refusal_is_no_outage(server: FakeServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,22 @@ def test_times_of_a_busy_processor_are_not_kept(tmp_path: Path) -> None:
         assert names(found) == ["quick cpu", "broken cpu"] and found[1].error == "broken crashed"
         assert found[0].load == CALM  # the times have the load in them
     assert asked == ["broken", "quick"] * 2
+
+
+def test_a_place_that_cannot_be_profiled_is_left_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that hangs takes minutes at each start. Asked for, it is tried again."""
+    drafts, asked = [bundle("broken", "openvino", "cpu"), TWO[1]], list[str]()
+    measure = profiles_of({"quick": (0.25, 2.0)}, asked)
+    for _ in range(2):
+        words = placed_words(ranked(tmp_path, drafts, measure))
+        assert "no profile: broken crashed (`outrider devices --profile`" in words and asked == ["broken", "quick"]
+    given = (candidates_of(drafts, AS_BUNDLED, found()), 0, None, Profiles(tmp_path), measure, lambda: CALM, found())
+    assert rank(*given, retries=True)[1].error == "broken crashed" and asked[2:] == ["broken"]
+    now = time.time()
+    for moved_s, num_asked in ((86_000.0, 3), (-1.0, 4), (86_500.0, 5)):  # a clock may be set back
+        monkeypatch.setattr(time, "time", lambda at_s=now + moved_s: at_s)
+        ranked(tmp_path, drafts, measure)
+        assert len(asked) == num_asked, moved_s
 
 
 def test_no_kind_of_device_wins_unmeasured(tmp_path: Path) -> None:

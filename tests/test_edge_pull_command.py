@@ -17,7 +17,8 @@ from tests.agents import nowhere
 from tests.commands import Outrider, screen
 from tests.drafts import files_of, make_draft
 from tests.raw_server import NOT_FOUND, RawServer, raw_server, writes
-from tests.serving import FakeServer, serve_fake
+from tests.serving import TURNS_TEMPLATE, FakeServer, serve_fake
+from tests.test_edge_terminal import chat
 
 from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
 from outrider.edge.cli.run_options import RunOptions
@@ -269,6 +270,20 @@ def test_the_command_s_other_outputs(server: FakeServer, shelf: Shelf, outrider:
     assert f"error: the only draft at {server.url} does not fit (" in shown.err
     assert "leave one of them out" in outrider("pull", "--server", server.url, "--list", "--to", str(to), code=2).err
     assert "expected http://host:port" in outrider("pull", "--server", "http://", code=2).err
+
+
+def test_a_home_directory_that_no_shell_has_expanded(
+    server: FakeServer, outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in --to=~/draft: it is pulled there, found there, and a chat is saved where it was loaded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert outrider("pull", "--server", server.url, "--to=~/draft").out.strip() == str(tmp_path / "draft")
+    (found,) = find_drafts(["~/draft"], AS_BUNDLED, [], Notes(screen()[0]))
+    assert found.path == tmp_path / "draft" and not (tmp_path / "~").exists()
+    with serve_fake(chat_template=TURNS_TEMPLATE) as chatting:
+        chat(chatting.url, "/save", load=Path("~/chat.json"))
+    assert (tmp_path / "chat.json").is_file()
 
 
 def test_without_a_pulled_draft_a_run_takes_the_reference(

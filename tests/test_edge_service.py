@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -175,7 +176,7 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
     """A home of this test's own, and a service manager that takes every command; the commands."""
     commands: list[tuple[str, ...]] = []
 
-    def take(command: tuple[str, ...]) -> tuple[bool, str]:
+    def take(command: tuple[str, ...], sign: str = "") -> tuple[bool, str]:
         commands.append(command)
         return True, "active"
 
@@ -222,6 +223,41 @@ def test_install_status_and_uninstall(
     assert not path.exists()
     assert managed[-2] == ("systemctl", "--user", "disable", "--now", "outrider.service")
     assert "not installed" in outrider("service", "uninstall").out
+
+
+def test_what_exists_does_not_run_yet(tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """launchd and Windows answer for each service that they know. Words as documented; not run on hardware."""
+    agent, task = service(tmp_path, "launchd"), service(tmp_path, "windows")
+    running, ready = (
+        '"PC","\\Outrider","N/A","{}","Interactive only","28/11/2026 09:00:00","{}"'.format(*each)
+        for each in (("Wird ausgeführt", 267009), ("Bereit", 0))
+    )
+    for made, shown, does_run in (
+        (agent, "\tstate = running\n\tlast exit code = 0\n}", True),
+        (agent, "\tstate = not running\n\tlast exit code = 0\n}", False),
+        (task, running, True),
+        (task, ready, False),
+    ):
+        write_service(made)
+        told = replace(made, ask=(sys.executable, "-c", f"print({shown!r}.encode('ascii', 'replace').decode())"))
+        monkeypatch.setattr(service_screen, "service_here", lambda module, told=told: told)
+        assert ("knows it as stopped" in outrider("service", "status", code=0 if does_run else 1).out) != does_run
+
+
+@pytest.mark.parametrize("system", ["launchd", "windows"])
+def test_an_install_ends_what_ran_before(
+    system: str,
+    config: Path,
+    tmp_path: Path,
+    managed: list[tuple[str, ...]],
+    outrider: Outrider,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A task that runs is not started a second time."""
+    made = service(tmp_path, system)
+    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
+    outrider("service", "install")
+    assert managed == [made.turn_off[0], *made.turn_on]
 
 
 def test_a_broken_configuration_is_not_installed(

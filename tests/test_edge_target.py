@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.agents import MODES, VOCAB, Clock, Passing, drafter, generate, nowhere, proxy_to, scripted_client, whole
-from tests.commands import screen
+from tests.commands import Outrider, screen
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
@@ -304,6 +305,25 @@ def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
         with pytest.raises(CloudError, match="tokens_exhausted"):
             run(facts_from(clock, verifier(clock, asked, *["60"] * 9, status=503), retry=policy))
         assert asked[1] == first_s and clock.now == pytest.approx(last_s) and len(asked) == num
+
+
+def test_a_file_that_allows_it_shortens_no_wait_of_other_modes(
+    fake_bundle: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a text that the draft can write alone gives its cloud up after 3 s."""
+    policies: list[RetryPolicy | None] = []
+
+    def noted(urls: Any, retry: RetryPolicy | None, **given: Any) -> Endpoints:
+        policies.append(retry)
+        return Endpoints(urls, retry, **given)
+
+    monkeypatch.setattr("outrider.edge.cli.run.Endpoints", noted)
+    monkeypatch.setenv("OUTRIDER_OFFLINE_OK", "true")
+    with serve_fake() as cloud:
+        for mode in Mode:
+            given = ["--draft", fake_bundle, "--cloud", cloud.url, "--max-tokens", "4", "--mode", mode.value]
+            outrider("run", "def def", *given, *([] if mode is Mode.CLOUD_ONLY else ["--runtime", "ngram"]))
+            assert policies.pop() is (OFFLINE_RETRY if mode is Mode.STREAM else None)
 
 
 async def test_an_outage_that_was_given_up_is_not_waited_out_again() -> None:

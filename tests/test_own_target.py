@@ -23,6 +23,7 @@ from tests.waiting import wait_until
 from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.verifiers import _bundles
 from outrider.edge.lab import cores
+from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.own_verifier import OwnVerifier
 from outrider.export.make.pair import PairPaths
 from outrider.models.errors import RuntimeUnavailable
@@ -52,6 +53,21 @@ def address(shown: str) -> str:
     found = re.search(r"on this machine at (\S+) until", shown)
     assert found is not None, shown
     return found[1]
+
+
+def test_ctrl_c_does_not_reach_a_child_on_windows_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group of its own; `terminate` and `kill` need none there."""
+    started: list[object] = []
+
+    def refuse(*given: object, creationflags: int = 0, **options: object) -> None:
+        started.append(creationflags)
+        raise OSError("not on Windows")
+
+    monkeypatch.setattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="not on Windows"), child_process(["-m", "json"], ready_prefix=""):
+        pass
+    assert started == [0x200]
 
 
 def test_a_text_from_a_target_on_this_machine(reference_pair: PairPaths) -> None:

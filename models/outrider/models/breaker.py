@@ -42,14 +42,17 @@ class Breaker:
             self._due_at, self._is_tried = now + self._pause(), True
             return True
 
-    def failed(self) -> None:
-        """Opens it; after a trial, for a longer pause. Further failures of what was used before it opened are one."""
+    def failed(self) -> bool:
+        """Opens it; after a trial, for a longer pause: whether it was one. Further failures of what was used before it
+        opened are one.
+        """
         with self._lock:
             if self.is_open and not self._is_tried:
-                return
+                return False
             self._num_failures += 1
             self.is_open, self._is_tried = True, False
             self._due_at = self._clock() + self._pause()
+            return self._num_failures > 1
 
     def passed(self) -> None:
         """Closes it after a trial that did no work."""

@@ -15,6 +15,7 @@ from typing import Final
 
 from outrider.edge.chat.messages import (
     ASSISTANT,
+    MAX_MESSAGES,
     SYSTEM,
     USER,
     Message,
@@ -215,9 +216,8 @@ class Conversation:
             self._forget("the oldest turns were dropped")
             self.num_dropped += num_dropped
             what = "oldest turn was dropped" if num_dropped == 1 else f"{num_dropped} oldest turns were dropped"
-            self.on_note(
-                f"The context of {limit} tokens is full: the {what}. The model no longer sees what is dropped."
-            )
+            full = f"context of {limit} tokens" if len(asked) < MAX_MESSAGES else f"chat of {MAX_MESSAGES} messages"
+            self.on_note(f"The {full} is full: the {what}. The model no longer sees what is dropped.")
         return tokens
 
     async def _render(self, messages: list[Message]) -> RenderAnswer:

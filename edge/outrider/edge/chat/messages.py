@@ -99,6 +99,9 @@ async def render_fitting(
     render: gives the ids, or raises RequestError. The last turn stays, whatever its length.
     """
     reserved, num_dropped = min(max_tokens, int(max_positions * MAX_RESERVED_SHARE)), 0
+    while len(messages) >= MAX_MESSAGES and len(turns_of(messages)) > 1:  # with the answer it is one more
+        messages, dropped = without_oldest(messages, None, 0)
+        num_dropped += dropped
     while True:
         is_last, length = len(turns_of(messages)) < 2, None
         try:
@@ -115,7 +118,11 @@ async def render_fitting(
 
 
 def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:
-    """Writes the conversation, for its owner's eyes only; replaces a saved one. ConfigError for any other file."""
+    """Writes the conversation, for its owner's eyes only; replaces a saved one. ConfigError for any other file, and for
+    more messages than one holds.
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise ConfigError(f"{len(messages)} messages are more than {MAX_MESSAGES}; the next turn drops the oldest")
     if path.exists():
         try:
             load_chat(path)

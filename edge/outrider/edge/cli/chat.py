@@ -38,7 +38,7 @@ from outrider.edge.cli.verifiers import Verifiers, open_verifiers
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.assemble import OpenDraft, make_agent
+from outrider.edge.modes.assemble import OpenDraft, make_agent, make_depth
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
 from outrider.models.counted import counted
@@ -121,13 +121,10 @@ async def _chat(
     screen: ChatScreen,
     notes: Notes,
 ) -> None:
-    eased_by = PowerWatch(options.on_battery).reason if draft is not None else None
-    if eased_by is not None:
-        notes.line(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
     async with open_fleet(clouds) as fleet:
         endpoints = Endpoints(fleet.clients, on_trouble=notes.in_text, fleet=fleet)
         drafter = draft.drafter if draft is not None else None
-        agent = make_agent(Mode.STREAM, endpoints, drafter, options.depth, agent_options(options, eased_by))
+        agent = make_agent(Mode.STREAM, endpoints, drafter, options.depth, agent_options(options))
         assert isinstance(agent, StreamAgent)
         await screen.run(Conversation(agent, facts, tokenizer, facts.tokenizer, notes.line, messages))
 
@@ -140,12 +137,14 @@ class ChatScreen:
     ) -> None:
         self._options = options
         self._params = options.params
-        self._file = options.load
+        self._file = options.load.expanduser() if options.load is not None else None
         self._drafted_by = drafted_by
         self._out = out
         self._notes = notes
         self._reader = reader
         self._answer: asyncio.Task[None] | None = None
+        self._power = PowerWatch(options.on_battery)
+        self._is_eased = False
 
     async def run(self, conversation: Conversation) -> None:
         """Chats until the input ends, or /quit."""
@@ -199,6 +198,8 @@ class ChatScreen:
             return printer
 
         conversation.agent.endpoints.choose_again()
+        if self._drafted_by is not None:
+            self._ease(conversation.agent)
         try:
             turn = await conversation.answer(question, self._params, self._options.max_tokens, show)
         except OutriderError:
@@ -214,6 +215,17 @@ class ChatScreen:
             self._notes.line(f"Drafting ended early: {turn.result.draft_error}.")
         if (why := ended_by(turn.result.finish_reason)) is not None:
             self._notes.line(f"(ended by {why})")
+
+    def _ease(self, agent: StreamAgent) -> None:
+        """Half the work from now on, or all again: a chat may begin with a charger and go on without."""
+        reason = self._power.reason
+        if self._is_eased == (reason is not None):
+            return
+        self._is_eased = reason is not None
+        agent.options = agent_options(self._options, reason)
+        agent.depth = make_depth(self._options.depth, agent.estimates, agent.options.effort)
+        how = f"half the work: {reason} (--on-battery full drafts all)" if reason is not None else "all the work again"
+        self._notes.line(f"Drafts with {how}.")
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from outrider.edge.devices.discovery import (
     RUNTIME_NAMES,
+    FoundDevice,
     FoundRuntime,
     ModelRuntime,
     advice,
@@ -24,7 +25,7 @@ from outrider.edge.devices.discovery import (
     install_advice,
 )
 from outrider.models.bundle.manifest import Device
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.process.extras import importing
 
 DRAFTS: Final[dict[tuple[ModelRuntime, Device], str]] = {
@@ -62,11 +63,18 @@ def devices(
         return
     if draft or threads:
         raise ConfigError("--draft and --threads say what --profile measures; add --profile")
-    found = [find_runtime(runtime) for runtime in RUNTIME_NAMES]
+    found = [_found(runtime) for runtime in RUNTIME_NAMES]
     if as_json:
         typer.echo(json.dumps(devices_as_json(found), indent=2))
         return
     show_devices(Console(), found)
+
+
+def _found(runtime: ModelRuntime) -> FoundRuntime:
+    try:
+        return find_runtime(runtime)
+    except RuntimeUnavailable as error:
+        return FoundRuntime(runtime, None, (FoundDevice("-", str(error), None),))
 
 
 def devices_as_json(found: list[FoundRuntime]) -> dict[str, object]:
@@ -97,7 +105,7 @@ def show_devices(console: Console, found: list[FoundRuntime]) -> None:
 def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:
     """A row of `COLUMNS` per device of a runtime."""
     runtime = f"{RUNTIME_NAMES[found.runtime]} {found.version or ''}".rstrip()
-    if found.version is None:
+    if found.version is None and not found.devices:
         yield runtime, "-", install_advice(found.runtime), "-"
     for device in found.devices:
         made = DRAFTS.get((found.runtime, device.device)) if device.device is not None else None

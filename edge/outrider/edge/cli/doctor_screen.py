@@ -88,7 +88,8 @@ def doctor(options: DoctorOptions) -> None:
     if options.npu:
         show_npu(options)
         return
-    from outrider.edge.doctor.examine import Patient, examine  # not for each command
+    from outrider.edge.doctor.bundles import check_bundle  # not for each command
+    from outrider.edge.doctor.examine import Patient, examine
 
     configuration = list(check_configuration())
     try:
@@ -100,6 +101,8 @@ def doctor(options: DoctorOptions) -> None:
     if source_of("cloud") is ParameterSource.DEFAULT and (target := configured_target()) is not None:
         urls = []
         configuration.append(ok("cloud", f"none is asked: commands run the verifier here, since target is {target}"))
+    others = [Path(each).expanduser() for each in options.draft[1:] if each not in (AUTO, REFERENCE)]
+    configuration += [check_bundle(each, is_used=True)[0] for each in others]
     patient = Patient(urls, options.draft[0], default_cache_dir(), keys, options.choice, options.threads, configuration)
     console, found = Console(), []
     for finding in examine(patient):

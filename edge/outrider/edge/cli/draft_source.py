@@ -156,8 +156,9 @@ def find_drafts(
             pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [open_draft_bundle(default_draft(choice))]
         else:
-            _use_until_the_end(Path(draft))
-            found.append(open_draft_bundle(draft))
+            place = Path(draft).expanduser()
+            _use_until_the_end(place)
+            found.append(open_draft_bundle(place))
     return found
 
 

@@ -25,6 +25,7 @@ from outrider.edge.devices.profiles import (
     BUSY,
     CALL_SIZES,
     STEP_MS,
+    Failure,
     Forecast,
     Link,
     Load,
@@ -72,7 +73,7 @@ class Ranked:
         """What counts in the choice, for people."""
         name, found = self.candidate.words, self.forecast
         if found is None:
-            return f"{name}: no profile: {self.error}"
+            return f"{name}: no profile: {self.error} (`outrider devices --profile` tries again)"
         nodes = f"{counted(found.nodes, 'node')} in {found.nodes_ms:.{0 if found.nodes_ms >= 10.0 else 1}f} ms"
         return f"{name}: {nodes}, about {found.tokens_per_s:.0f} tokens/s"
 
@@ -105,11 +106,13 @@ def rank(
     measure: Callable[[str, DraftChoice, int], Profile] | None = None,
     load_now: Callable[[], Load] = processor_load,
     find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
+    *,
+    retries: bool = False,
 ) -> list[Ranked]:
     """All candidates, the best first; those that cannot be profiled last. Measures what has no kept profile.
 
-    link: to the cloud, as far as it is known. measure: profiles one; by default in a process of its own, since drivers
-    crash.
+    retries: also what could not be profiled before. link: to the cloud, as far as it is known. measure: profiles one;
+    by default in a process of its own, since drivers crash.
     """
     profiles, measure, link = profiles or Profiles(), measure or profile_draft, link or Link()
     load, find_once = load_now(), cache(find)
@@ -120,16 +123,18 @@ def rank(
         key = key_of(candidate, num_threads, find_once(cast(ModelRuntime, candidate.placement.runtime)))
         own = load if candidate.placement.device in (None, "cpu") else Load()  # runtimes tell no load of others
         profile = profiles.find(key)
-        if profile is None:
+        if profile is None or (retries and isinstance(profile, Failure)):
             try:
                 profile = measure(str(candidate.bundle.path), candidate.choice, num_threads)
             except ProbeFailed as failure:
-                ranked.append(Ranked(candidate, None, own, error=str(failure)))
-                continue
+                profile = Failure(error=str(failure))
             if own.utilisation < BUSY:
                 profiles.keep(key, profile)
             else:
                 own = Load()  # its times have the load in them
+        if isinstance(profile, Failure):
+            ranked.append(Ranked(candidate, None, own, error=profile.error))
+            continue
         if candidate.placement.device == "gpu" and "iGPU" not in key.device:
             profile = profile.model_copy(update={"nodes_per_joule": None})  # a card is not in the processor's package
         ranked.append(Ranked(candidate, profile, own, forecast(profile, rate if is_rated else None, own, link)))
@@ -194,7 +199,7 @@ def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *,
     groups: dict[str, list[Bundle]] = {}
     for bundle in bundles:  # drafts for different targets do not compete
         groups.setdefault(bundle.manifest.tokenizer_fingerprint, []).append(bundle)
-    ranked = [rank(candidates_of(group, AS_BUNDLED), num_threads) for group in groups.values()]
+    ranked = [rank(candidates_of(group, AS_BUNDLED), num_threads, retries=True) for group in groups.values()]
     meter = energy_meter()
     if as_json:
         profiles = [each.as_json() for group in ranked for each in group]

@@ -83,7 +83,7 @@ def _run_once(options: RunOptions, verifiers: Verifiers, out: Console, about: Co
     clouds = verifiers.clouds
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     notes = Notes(about)
-    needs_server = not (options.offline_ok and is_drafted)
+    needs_server = not options.may_write_alone
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=needs_server)
     has_model = is_drafted and options.choice.runtime != "ngram"
     target = other_tokenizer(bundles, options, clouds, notes, needs_server=needs_server, is_drafted=has_model)
@@ -180,7 +180,7 @@ async def _generate(
         if (mixed := await fleet.mixed_targets()) is not None:
             notes.in_text(mixed)
         endpoints = Endpoints(
-            fleet.ranked(), OFFLINE_RETRY if options.offline_ok else None, on_trouble=notes.in_text, fleet=fleet
+            fleet.ranked(), OFFLINE_RETRY if options.may_write_alone else None, on_trouble=notes.in_text, fleet=fleet
         )
         drafter = draft.drafter if draft is not None else None
         agent = make_agent(
@@ -192,7 +192,7 @@ async def _generate(
             quoted=grounding.quoted if grounding is not None else (),
         )
         offline: OfflineText | None = None
-        if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None:
+        if options.may_write_alone and isinstance(agent, StreamAgent) and draft is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, tokenizer, notes)
             result = whole_result(offline)
         else:

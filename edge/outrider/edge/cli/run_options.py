@@ -209,6 +209,11 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
             return GrammarSpec("regex", self.regex)
         return GrammarSpec("choice", dump_schema(self.choice_of)) if self.choice_of else None
 
+    @property
+    def may_write_alone(self) -> bool:
+        """Whether the draft writes where no cloud answers: a configuration file may ask for it beside any mode."""
+        return self.offline_ok and self.mode is Mode.STREAM
+
     def with_bad_words(self, encode: Callable[[str], list[int]]) -> ProcessorOptions:
         """The processors with the bad words. encode: without special tokens. Raises SamplingError."""
         if not self.bad_word:

@@ -146,7 +146,7 @@ def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSetti
     tokenizer = target or bundle.tokenizer()
     library = open_library(options.docs, tokenizer, about) if options.docs is not None else None
     models = [lazy_model(each, options.threads, num_sequences, options.draft_context, target) for each in candidates]
-    model, others = open_first(models, notes.line, is_asked=options.choice.wanted_device is not None)
+    model, models = open_first(models, notes.line, is_asked=options.choice.wanted_device is not None)
     show_notes(model.placement, notes)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [VerifierClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
@@ -158,7 +158,8 @@ def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSetti
             model,
             num_sequences,
             is_looked_up=options.is_looked_up,
-            others=others,
+            others=models[1:],
+            again=models[0].open,
         ),
         settings=settings,
         placement=model.placement.words,

@@ -205,8 +205,8 @@ def install(
         print_line(about, f"note: {service.system}'s file was not run on hardware; please report how it went", "yellow")
     if service.system == "windows" and service.config is not None:
         print_line(about, f"note: a task has no variables; run `setx OUTRIDER_CONFIG {service.config}`", "yellow")
-    if service.system == "launchd":
-        run_command(service.turn_off[0])  # launchd keeps an agent that it has read
+    if service.system != "systemd":
+        run_command(service.turn_off[0])  # launchd keeps an agent that it has read, Windows the process of before
     if not all(_run(about, command) for command in service.turn_on):
         raise typer.Exit(1)
     print_line(Console(), "started, and starts at each login; see `outrider service status`")
@@ -252,7 +252,7 @@ def status() -> None:
     print_line(Console(), f"installed: {service.path}")
     if service.path.read_bytes() != service.content:
         print_line(Console(), "its content is not this version's; run `outrider service install --force`", "yellow")
-    does_run, answer = run_command(service.ask)
+    does_run, answer = run_command(service.ask, service.sign)
     print_line(Console(), "runs" if does_run else f"does not run: {answer}")
     if service.log is not None:
         print_line(Console(), f"its log: {service.log}", "dim")

@@ -101,13 +101,14 @@ class FoundRuntime:
 
 
 def find_runtime(runtime: ModelRuntime) -> FoundRuntime:
-    """Asks `runtime` for its devices; imports its package, if that is installed."""
+    """Asks `runtime` for its devices; imports its package, if that is installed. RuntimeUnavailable if it is broken."""
     try:
         return _find_openvino() if runtime == "openvino" else _find_onnxruntime()
-    except ModuleNotFoundError as error:
-        if error.name != runtime:
-            raise  # broken, not missing
-        return FoundRuntime(runtime, None, ())
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == runtime:
+            return FoundRuntime(runtime, None, ())
+        name = RUNTIME_NAMES[runtime]
+        raise RuntimeUnavailable(f"{name} cannot be used: {type(error).__name__}: {error}; install it again") from error
 
 
 def require_device(
@@ -151,17 +152,17 @@ def _find_openvino() -> FoundRuntime:
     disable_openvino_telemetry()
     openvino: Any = importlib.import_module("openvino")
     core = openvino.Core()
-    devices = tuple(
-        FoundDevice(
-            name,
-            str(core.get_property(name, "FULL_DEVICE_NAME")).strip(),
-            _KINDS.get(name.partition(".")[0]),
-            _optional_property(core, name, "NPU_DRIVER_VERSION") if name.startswith("NPU") else None,
-            _trial(name),
-        )
-        for name in core.available_devices
-    )
+    devices = tuple(_openvino_device(core, name) for name in core.available_devices)
     return FoundRuntime("openvino", str(openvino.__version__).partition("-")[0], devices)
+
+
+def _openvino_device(core: Any, name: str) -> FoundDevice:
+    try:
+        full_name = str(core.get_property(name, "FULL_DEVICE_NAME")).strip()
+    except RuntimeError as error:
+        return FoundDevice(name, f"cannot be used: {error}", None, trial=_trial(name))
+    driver = _optional_property(core, name, "NPU_DRIVER_VERSION") if name.startswith("NPU") else None
+    return FoundDevice(name, full_name, _KINDS.get(name.partition(".")[0]), driver, _trial(name))
 
 
 def _optional_property(core: Any, device: str, name: str) -> str | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider.models.bundle.speed_up import Setting, stream
 from outrider.models.cache_folder import default_cache_dir
@@ -23,6 +24,8 @@ BUSY: Final = 0.6
 """Times taken while the processor is busier than this are used once and not kept."""
 CALL_SIZES: Final = (1, 4, 8, 16)
 """Nodes of the calls that are timed, as far as the runtime takes so many."""
+BELIEVED_S: Final = 86_400.0
+"""So long a place that could not be profiled is not tried again: a driver that hangs takes minutes each time."""
 STEP_MS: Final = 40.0
 ACCEPTANCE: Final = 0.6
 _MOST_BUSY: Final = 0.95
@@ -68,21 +71,35 @@ class Profile(BaseModel):
         return self.calls_ms[1]
 
 
+class Failure(BaseModel):
+    """Why a draft could not be profiled in one place. at_s: when, in seconds of Unix time."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    error: str
+    at_s: float = Field(default_factory=time.time)
+
+
+_KEPT: Final = TypeAdapter[Profile | Failure](Profile | Failure)
+
+
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """The directory of profiles: a file each."""
+    """The directory of profiles, and of failures: a file each."""
 
     root: Path = field(default_factory=lambda: default_cache_dir() / "profiles")
 
-    def find(self, key: ProfileKey) -> Profile | None:
-        """The kept profile; None where there is none, or none that can be read."""
+    def find(self, key: ProfileKey) -> Profile | Failure | None:
+        """What is kept, a failure for a day; None where there is nothing, or nothing that can be read."""
         try:
-            return Profile.model_validate_json(self._path(key).read_bytes())
+            found = _KEPT.validate_json(self._path(key).read_bytes())
         except (OSError, ValidationError):
             return None
+        is_past = isinstance(found, Failure) and not 0.0 <= time.time() - found.at_s < BELIEVED_S
+        return None if is_past else found
 
-    def keep(self, key: ProfileKey, profile: Profile) -> None:
-        """Keeps a profile. A directory that cannot be written is no failure: it is measured again."""
+    def keep(self, key: ProfileKey, profile: Profile | Failure) -> None:
+        """Keeps a profile, or a failure. A directory that cannot be written is no failure: it is measured again."""
         path = self._path(key)
         partial = path.with_suffix(".part")
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
+from outrider.edge.drafting.calibration import PROVISIONAL_RANK
 from outrider.edge.drafting.depth import DraftPlan
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.tree import GuessNode, look
@@ -88,7 +89,7 @@ class DraftAhead(DraftWorker):
             is_right = list(outcome.tokens[: len(self._provisional)]) == self._provisional[: len(outcome.tokens)]
             self._provisional = self._provisional[len(outcome.tokens) :] if is_right else []
             self._price.committed(len(outcome.tokens))
-            self.hits.update(node.rank for node in outcome.hits)
+            self.hits.update(node.rank for node in outcome.hits if node.rank != PROVISIONAL_RANK)
         return outcome
 
     def on_provisional(self, base: int, tokens: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -28,12 +29,14 @@ class Rung:
     """A drafter that a text may use.
 
     words: what drafts, for people. open: gives the drafter, once per text; may take long. None: it has no room now, and
-    is asked again at each commit. breaker: shared by all texts.
+    is asked again at each commit. breaker: shared by all texts. give_up: takes a drafter whose trial has failed, too:
+    its device may have lost the model, so `open` gives another one.
     """
 
     words: str
     open: Callable[[], Drafter | None]
     breaker: Breaker = field(default_factory=Breaker)
+    give_up: Callable[[Drafter], None] = lambda drafter: drafter.close()
 
 
 class LadderDrafter(Drafter):
@@ -133,7 +136,7 @@ class LadderDrafter(Drafter):
     def close(self) -> None:
         """Releases all drafters; opens no more."""
         self._is_closed = True
-        for drafter in self._opened.values():
+        for drafter in list(self._opened.values()):  # the thread may give one up meanwhile
             drafter.close()
 
     def _do(self, call: Callable[[Drafter], Found], *, is_guess: bool = False) -> Found:
@@ -159,7 +162,9 @@ class LadderDrafter(Drafter):
         """Leaves out a rung that raised; says so in words."""
         rung = self._rungs[index]
         self.failed.add(index)
-        rung.breaker.failed()
+        if rung.breaker.failed() and (drafter := self._opened.pop(index, None)) is not None:
+            with suppress(Exception):  # a lost device may fail at this, too
+                rung.give_up(drafter)
         logger.warning("drafting with %s failed: %s", rung.words, error, exc_info=error)
         return f"{rung.words} failed ({type(error).__name__}: {error})"
 

@@ -53,6 +53,7 @@ def child_process(
             errors="replace",
             env=os.environ | {"PYTHONIOENCODING": "utf-8"} | dict(secrets or {}),
             start_new_session=os.name == "posix",
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows' way to the same
         )
     watcher = _Watcher(process, ready_prefix, " ".join(arguments[:3]), on_end)
     try:

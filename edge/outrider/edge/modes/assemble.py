@@ -180,4 +180,5 @@ def open_draft_model(
     opened = opened_as(placement, manifest, provider, runtime.limits.max_positions)
     if target is None or target.fingerprint == manifest.tokenizer_fingerprint:
         return OpenModel(runtime, manifest.architecture.tokenizer_size, opened)
-    return OpenModel(mapped(runtime, target, bundle.tokenizer()), target.size, opened)
+    # Mapped, a longer text is begun again at its later half: the draft's positions are no bound.
+    return OpenModel(mapped(runtime, target, bundle.tokenizer()), target.size, replace(opened, max_positions=None))

@@ -80,7 +80,10 @@ def candidates_of(
         if choice.runtime == "ngram" or choice.emulate_npu or choice.provider:
             continue
         runtime: ModelRuntime = "openvino" if bundle.manifest.runtime == "openvino" else "onnxruntime"
-        here = find(runtime)
+        try:
+            here = find(runtime)
+        except RuntimeUnavailable:
+            continue
         for device in DEVICE_ORDER:
             is_known = any(each.bundle is bundle and each.placement.device == device for each in found)
             if is_known or not here.has(device):
@@ -108,13 +111,13 @@ def lazy_model(
 def open_first(
     models: Sequence[LazyModel], on_step: Callable[[str], None] = lambda words: None, *, is_asked: bool
 ) -> tuple[OpenModel, list[LazyModel]]:
-    """The first model that opens, and those after it.
+    """The first model that opens, how it is loaded anew, and those after it.
 
     is_asked: the user named the device, so the first must open. Raises what the last one raises where none does.
     """
     for index, lazy in enumerate(models):
         try:
-            return lazy.open(), list(models[index + 1 :])
+            return lazy.open(), list(models[index:])
         except OutriderError as error:
             if is_asked or index + 1 == len(models):
                 raise
@@ -130,12 +133,12 @@ def open_ladder(
     is_looked_up: bool = True,
 ) -> OpenDraft:
     """What drafts one text at a time, and steps down when it fails; the caller closes it. Raises as `open_first`."""
-    model, others = open_first(models, on_step, is_asked=is_asked)
+    model, models = open_first(models, on_step, is_asked=is_asked)
     first = model.drafter()
     if model.runtime is None:
         return OpenDraft(first, model.placement)
-    rungs = [Rung(model.placement.words, lambda: first)]
-    rungs += [Rung(each.words, each.drafter) for each in others]
+    rungs = [Rung(model.placement.words, models[0].drafter)]
+    rungs += [Rung(each.words, each.drafter) for each in models[1:]]
     if is_looked_up:
         rungs.append(Rung(LOOKUP_WORDS, NgramDrafter))
     return OpenDraft(LadderDrafter(rungs, on_step, first), model.placement)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from outrider.edge.drafting.calibration import LOOKUP_RANK
+from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.modes.stream import StreamAgent
@@ -209,7 +209,7 @@ class OfflineWriter:
     def _next(self) -> int | None:
         """The draft's own pick; None where no model is left, or its context is full."""
         (guesses,) = self.drafter.guess([[]], 1)
-        if not guesses or guesses[0].rank == LOOKUP_RANK:
+        if not guesses or guesses[0].rank in (LOOKUP_RANK, QUOTE_RANK):
             return None
         return guesses[0].token
 

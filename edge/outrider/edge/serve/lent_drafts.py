@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +68,8 @@ class DraftSequences:
 
     max_sequences: of a model, at most; 1 where its runtime holds one only. is_looked_up: texts that wait for one draft
     by n-gram lookup meanwhile. others: models for texts whose draft has failed, the best first; loaded when they are
-    needed. first_pause_s: before a model that failed is tried again; doubles.
+    needed. first_pause_s: before a model that failed is tried again; doubles. again: loads the first model anew where
+    its device has lost it; None: it stays as it is.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class DraftSequences:
         is_looked_up: bool,
         others: Sequence[LazyModel] = (),
         first_pause_s: float = 1.0,
+        again: Callable[[], OpenModel] | None = None,
     ) -> None:
         self.scheduler = DraftScheduler()
         self._is_looked_up = is_looked_up or model.runtime is None
@@ -88,6 +90,7 @@ class DraftSequences:
         self._pools = [_Pool(each, max_sequences, self._lock, self.scheduler, first_pause_s) for each in models]
         if self._pools:
             self._pools[0].load()
+            self._pools[0].lazy = LazyModel(words, again or (lambda: model))
         self._experience: list[Estimates] = []
 
     @property
@@ -116,7 +119,8 @@ class DraftSequences:
         has_model = bool(text.taken)
         may_have_one = has_model or (first is not None and self._pools[first].model is None)
         rungs = [
-            Rung(pool.words, partial(self._open, text, index), pool.breaker) for index, pool in enumerate(self._pools)
+            Rung(pool.words, partial(self._open, text, index), pool.breaker, partial(self._give_up, text, index))
+            for index, pool in enumerate(self._pools)
         ]
         if self._is_looked_up:
             rungs.append(Rung(LOOKUP_WORDS, NgramDrafter))
@@ -151,7 +155,7 @@ class DraftSequences:
             return text.taken[index].drafter
         pool = self._pools[index]
         # Loaded in place of one that failed, not to draft for more texts: memory was planned for one model.
-        may_load = pool.model is not None or any(better.breaker.is_open for better in self._pools[:index])
+        may_load = not index or pool.model is not None or any(each.breaker.is_open for each in self._pools[:index])
         sequence = pool.take(text, index, in_thread=True) if may_load else None
         if sequence is None:
             return None
@@ -159,6 +163,13 @@ class DraftSequences:
             for worse in self._pools[index + 1 :]:
                 worse.waiting.pop(text, None)
         return sequence.drafter
+
+    def _give_up(self, text: _Text, index: int, _: Drafter) -> None:
+        """For the drafting thread."""
+        with self._lock:
+            if not text.is_over:
+                self._pools[index].is_lost = True
+                self._pools[index].take_back(text.taken.pop(index), ())
 
 
 class _Pool:
@@ -179,14 +190,15 @@ class _Pool:
         self.idle: list[_Sequence] = []  # the one used longest ago first
         self.waiting: dict[_Text, None] = {}  # in the order in which they came
         self.model: OpenModel | None = None  # None while it is not in memory
-        self._lazy = lazy
+        self.is_lost = False  # whether the model goes once nothing of it is lent: it is loaded anew
+        self.lazy = lazy
         self._lock = lock
         self._scheduler = scheduler
 
     def load(self) -> OpenModel:
         """The model. Raises what its runtime raises."""
         if self.model is None:
-            self.model = self._lazy.open()
+            self.model = self.lazy.open()
             self.words = self.model.placement.words
             if not isinstance(self.model.runtime, ShareableRuntime):
                 self.max_sequences = 1
@@ -210,7 +222,8 @@ class _Pool:
                 return None
             self.waiting.setdefault(text)
             num_free = len(self.idle) + self.max_sequences - len(self.opened)
-            is_next = self.model is not None and text in itertools.islice(self.waiting, num_free)
+            may_take = self.model is not None and not self.is_lost
+            is_next = may_take and text in itertools.islice(self.waiting, num_free)
             try:
                 found = self._find(text.owner, text.prompt) if is_next else None
             except BaseException:
@@ -235,14 +248,25 @@ class _Pool:
         if not text:
             self._scheduler.do(partial(_forget, sequence))
         self.idle.append(sequence)
+        if self.is_lost and len(self.idle) == len(self.opened):
+            self._scheduler.do(self._unload)
 
     def close(self) -> None:
-        """Releases the model."""
-        for sequence in reversed(self.opened):  # the model's own comes last
+        """Releases the model, which may be loaded anew then."""
+        with self._lock:
+            opened, model = self.opened, self.model
+            self.opened, self.idle, self.model, self.is_lost = [], [], None, False
+        for sequence in reversed(opened):  # the model's own comes last
             sequence.drafter.close()
-        if self.model is not None and self.model.runtime is not None:
-            self.model.runtime.close()
-        self.opened, self.idle = [], []
+        if model is not None and model.runtime is not None:
+            model.runtime.close()
+
+    def _unload(self) -> None:
+        """Closes a lost model. Raises nothing: its device may fail at this too."""
+        try:
+            self.close()
+        except Exception as error:
+            _log.warning("a draft that failed cannot be closed: %s", error)
 
     def _find(self, owner: bytes, prompt: Sequence[int]) -> _Sequence | None:
         own = [sequence for sequence in self.idle if sequence.owner == owner]

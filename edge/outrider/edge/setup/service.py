@@ -110,7 +110,8 @@ class Service:
     """A file and the commands of the service manager. config: value of OUTRIDER_CONFIG for the service.
 
     turn_on: commands after the file is written. turn_off: before it is removed, or replaced where the manager keeps
-    what it has read. ask: shows whether the service runs. log: where its log is, for people. encoding: the file's.
+    what it has read. ask: shows whether the service runs, with `sign` in it if it does. log: where its log is, for
+    people. encoding: the file's.
     """
 
     system: System
@@ -122,6 +123,7 @@ class Service:
     ask: Command
     log: str | None = None
     encoding: str = "utf-8"
+    sign: str = ""
 
 
 def systemd_unit(command: Command, config: Path | None, config_home: Path) -> Service:
@@ -167,6 +169,7 @@ def launchd_agent(command: Command, config: Path | None, home: Path, user: str) 
         turn_off=(("launchctl", "bootout", f"gui/{user}/{LABEL}"),),
         ask=("launchctl", "print", f"gui/{user}/{LABEL}"),
         log=str(log),
+        sign="state = running\n",
     )
 
 
@@ -190,8 +193,9 @@ def windows_task(command: Command, config: Path | None, home: Path, user: str, p
         config,
         turn_on=(("schtasks", "/Create", *task, "/XML", str(path), "/F"), ("schtasks", "/Run", *task)),
         turn_off=(("schtasks", "/End", *task), ("schtasks", "/Delete", *task, "/F")),
-        ask=("schtasks", "/Query", *task),
+        ask=("schtasks", "/Query", *task, "/V", "/FO", "CSV", "/NH"),
         encoding="utf-16",
+        sign='"267009"',  # SCHED_S_TASK_RUNNING as the last result: the word for it is in the system's language
     )
 
 
@@ -242,8 +246,8 @@ def remove_service(service: Service) -> None:
     service.path.unlink()
 
 
-def run_command(command: Sequence[str]) -> tuple[bool, str]:
-    """Runs a command of the service manager: whether it succeeded, and its last line."""
+def run_command(command: Sequence[str], sign: str = "") -> tuple[bool, str]:
+    """Runs a command of the service manager: whether it succeeded and said `sign`, and its last line."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S, check=False
@@ -252,6 +256,8 @@ def run_command(command: Sequence[str]) -> tuple[bool, str]:
         return False, f"{command[0]} is not installed"
     except (OSError, subprocess.TimeoutExpired) as error:
         return False, f"{command[0]}: {type(error).__name__}"
+    if done.returncode == 0 and sign not in done.stdout:
+        return False, f"{command[0]} knows it as stopped"
     lines = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines()
     return done.returncode == 0, lines[-1] if lines else f"exit status {done.returncode}"
 

@@ -14,7 +14,7 @@ from typing import Final, cast, get_args
 
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, find_runtime, install_advice
 from outrider.models.bundle.manifest import Device, Precision
-from outrider.models.errors import BundleError
+from outrider.models.errors import BundleError, RuntimeUnavailable
 from outrider.models.wire.offered import OfferedDraft
 
 ALIKE: Final = 0.05
@@ -67,9 +67,13 @@ def judge(
         runtime, device = cast(ModelRuntime, draft.runtime), cast(Device, draft.device)
         if runtime not in RUNTIME_NAMES or device not in get_args(Device):
             return f"this version knows no drafts for {draft.runtime} on {draft.device}"
-        if find(runtime).version is None:
+        try:
+            here = find(runtime)
+        except RuntimeUnavailable as error:
+            return str(error)
+        if here.version is None:
             return f"{RUNTIME_NAMES[runtime]} is {install_advice(runtime)}"
-        if not find(runtime).has(device):
+        if not here.has(device):
             return f"{RUNTIME_NAMES[runtime]} sees no {device.upper()} here"
         return None
 

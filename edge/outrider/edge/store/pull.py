@@ -115,7 +115,7 @@ async def pull_draft(
     """
     shelf = shelf or Shelf()
     sha256 = manifest_of(chosen.draft).sha256
-    destination = shelf.place(sha256) if to is None else to.absolute()
+    destination = shelf.place(sha256) if to is None else to.expanduser().absolute()
     own_tokenizer = chosen.draft.tokenizer or offered.tokenizer
     fetch = BundleFetch(client, chosen.draft, own_tokenizer, destination, progress)
     async with locked(shelf.lock(sha256), progress.note):
