@@ -125,9 +125,12 @@ def test_a_server_without_adapters_has_none() -> None:
 
 
 def test_the_command_line_refuses_them_where_they_have_no_effect(tmp_path: Path) -> None:
-    """By name: with the embedded engine, and in front of another verifier."""
+    """By name: with the embedded engine, and in front of another verifier. So are others."""
     with pytest.raises(ConfigError, match=r"--lora is for --engine vllm"):
         open_target(ServeOptions("reference", lora=[f"a={tmp_path}"]))
+    for is_on_ray in (False, True):
+        with pytest.raises(ConfigError, match=r"--spill-mb has no effect without --spill-dir"):
+            open_target(ServeOptions("b", ray=is_on_ray, spill_mb=2))
     others: dict[str, Any] = {"steady": True, "allow_tolerance": True, "spill_dir": tmp_path}
     for name, value in ({"lora": ["a=b"]} | others).items():
         with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} has no effect on the upstream"):

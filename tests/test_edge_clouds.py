@@ -18,10 +18,11 @@ from tests.serving import FakeServer, StepGate, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
+from outrider.edge.serve.upstream import Upstream
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, KeyRefused, TargetMismatch
-from outrider.models.errors import RequestError
+from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.security import KeyRing
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
 
@@ -209,6 +210,19 @@ async def test_a_cloud_that_refuses_the_key_is_left_out_until_it_takes_it() -> N
     await back.wait()
     assert order(fleet) == [A, B]
     await fleet.aclose()
+
+
+async def test_a_cloud_that_refuses_the_key_does_not_come_back_by_its_readiness() -> None:
+    """Neither where a client asks the local endpoint for it, nor for a text that is written without a cloud."""
+    clock = Clock()
+    clouds = [(A, Guarded(clock)), (B, down := Cloud(clock))]
+    upstream = Upstream([VerifierClient(url, transport=httpx.MockTransport(cloud)) for url, cloud in clouds], "t")
+    fleet, down.state = upstream.fleet, None
+    fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
+    with pytest.raises(CloudError, match="refuses this device's key"):
+        await upstream.ready()
+    assert fleet.is_down(A) and not await fleet.finds_one(9.0)
+    await upstream.aclose()
 
 
 async def test_a_gateway_that_hides_its_readiness_is_a_cloud_that_answers() -> None:

@@ -267,8 +267,9 @@ def test_prompts_have_at_most_a_steps_time_beside_another_owners_texts() -> None
     assert set(three) == {0, 20} and 19 <= three.count(20) <= 22
 
 
-@pytest.mark.parametrize("at_once", [1, 32])
-def test_another_owners_verify_items_take_their_share_of_time(at_once: int) -> None:
+@pytest.mark.parametrize("prompt", [2, 3, 16])
+@pytest.mark.parametrize("at_once", [1, 8, 32])
+def test_another_owners_verify_items_take_their_share_of_time(at_once: int, prompt: int) -> None:
     """However many it sends, at once or one after another: a step has one whole draft, for which its owner pays."""
     steps, added = Steps(), np.arange(1, 2049) / 20
     texts = [steps.open(b"text %d" % i) for i in range(3)]
@@ -277,7 +278,7 @@ def test_another_owners_verify_items_take_their_share_of_time(at_once: int) -> N
     for _ in range(600):
         while len(items) < at_once:
             item = steps.open(b"many")
-            item.num_wanted, item.num_drafted = 66, 64
+            item.num_wanted, item.num_drafted = prompt + 64, 64
             items.append(item)
         steps.step()
         shares = steps.places.prompt_shares(items, 2048, texts, added)
@@ -285,10 +286,10 @@ def test_another_owners_verify_items_take_their_share_of_time(at_once: int) -> N
         most_s = max(most_s, total / 20)
         for item, share in shares.items():
             item.num_wanted -= share
-            assert item.num_wanted == 0 or item.num_wanted >= 65, "a draft that was cut"
+            assert item.num_wanted == 0 or item.num_wanted >= 66, "a draft that was cut, or one that nobody pays"
         for item in [item for item in items if not item.num_wanted]:
             items.remove(item)
             steps.places.close(item)
             num_done += 1
-    assert most_s <= (20 + 64) / 20
+    assert most_s <= (20 + 64 + (prompt > 2)) / 20  # with a draft may go the last token of a longer prompt
     assert 0.8 / 4 <= took_s / (600 + took_s) <= 1.25 / 4 and num_done >= 30

@@ -43,8 +43,9 @@ class Breaker:
             return True
 
     def failed(self) -> bool:
-        """Opens it; after a trial, for a longer pause: whether it was one. Further failures of what was used before it
-        opened are one.
+        """Opens it; after a trial, for a longer pause. Further failures of what was used before it opened are one.
+
+        Returns whether what failed is to be made anew: after 2, 4, 8, ... failures in a row, as that may take long.
         """
         with self._lock:
             if self.is_open and not self._is_tried:
@@ -52,7 +53,7 @@ class Breaker:
             self._num_failures += 1
             self.is_open, self._is_tried = True, False
             self._due_at = self._clock() + self._pause()
-            return self._num_failures > 1
+            return self._num_failures > 1 and self._num_failures.bit_count() == 1
 
     def passed(self) -> None:
         """Closes it after a trial that did no work."""

@@ -55,12 +55,9 @@ def serve(options: ServeOptions) -> int:
 
     Raises OutriderError for what the user can put right.
     """
-    for name, (needed, is_there) in {
-        **dict.fromkeys(("replicas", "gpus_per_replica"), ("--ray", options.ray)),
-        "spill_mb": ("--spill-dir", options.spill_dir is not None),
-    }.items():
-        if getattr(options, name) is not None and not is_there:
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {needed}; give that too")
+    for name in ("replicas", "gpus_per_replica"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --ray; give that too")
     with takes_hangups() as hangups:
         configure_logging(options.log_format)
         bound_heaps()
@@ -142,6 +139,8 @@ def connection_limits(options: ServeOptions) -> ConnectionLimits:
 
 def open_target(options: ServeOptions) -> Target:
     """The target, checked and not loaded. Raises OutriderError for one that cannot be served."""
+    if options.spill_mb is not None and options.spill_dir is None:
+        raise ConfigError("--spill-mb has no effect without --spill-dir; give that too")
     if options.upstream is not None:
         from outrider.cloud.server.cascade import CascadeTarget, upstream_key  # it needs httpx
 

@@ -90,7 +90,7 @@ class CascadedText:
         if self._has_ended:
             return
         self._has_ended = True
-        self.mid.close()
+        self.mid.close(reason)
         for task in (self._task, *self._posts):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
 
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, SequenceEndReason, ServingEngine, Sink
 from outrider.models.errors import RequestError
 from outrider.models.wire.protocol import MAX_PATH_TOKENS
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
@@ -231,10 +231,10 @@ class MidRun:
         moved = replace(tree, base=tree.base + self._shift)
         self._try(lambda number: self._engine.draft_tree(number, moved))
 
-    def close(self) -> None:
-        """Ends the present sequence; none follows."""
+    def close(self, reason: SequenceEndReason) -> None:
+        """Ends the present sequence; none follows. reason: why its text ends."""
         self._is_off = True
-        self._cancel()
+        self._cancel("stop" if reason == "stop" else "cancelled")
 
     def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
         """A device's paths, by the session's base."""
@@ -326,8 +326,8 @@ class MidRun:
         except RequestError as error:  # too busy for now: the next commit asks again
             self._is_off = error.code not in ("overloaded", "prefix_not_held")
 
-    def _cancel(self) -> None:
+    def _cancel(self, reason: SequenceEndReason = "cancelled") -> None:
         self._run += 1
         if self._number is not None:
-            self._engine.cancel(self._number)
+            self._engine.cancel(self._number, reason)
             self._number = None

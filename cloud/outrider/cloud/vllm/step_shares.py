@@ -105,15 +105,16 @@ class StepShares:
         given = self.owners.split_tokens(in_time, most)
         left, is_long = total - sum(given.values()), False
         for served, share in given.items():
-            lacking = served.num_wanted - share
-            if not 0 < lacking <= served.num_drafted:
+            lacking, must_wait = served.num_wanted - share, is_long and served in delaying
+            if not served.num_drafted or not 0 < lacking <= served.num_drafted + 1:
                 continue
-            if is_long and served in delaying:
-                given[served] = served.num_wanted - served.num_drafted - 1  # its last token waits for another step
-            elif lacking <= left:
+            if lacking <= left and not must_wait:
                 given[served] += lacking
                 left -= lacking
                 is_long |= served in delaying
+            elif must_wait or lacking > served.num_drafted:
+                # Two tokens wait for another step: behind one it would decode, and have its draft verified unpaid.
+                given[served] = max(0, served.num_wanted - served.num_drafted - 2)
         self.owners.charge({s: count for s, count in given.items() if s in delaying}, added)
         return dict.fromkeys(prompts, 0) | given
 

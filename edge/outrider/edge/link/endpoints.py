@@ -259,7 +259,7 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
 
 def _of_key(refusal: RequestError) -> KeyRefused:
     """The refusal as a failure of its endpoint, where another may take this device's key; raises any other."""
-    if refusal.status not in (401, 403):
+    if refusal.status not in (401, 403) or refusal.code == "tolerance_not_allowed":
         raise refusal
     return KeyRefused(refusal)
 

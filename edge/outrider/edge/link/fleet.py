@@ -130,6 +130,10 @@ class Fleet:
         """Whether this cloud is left out now."""
         return self._members[url].breaker.is_open
 
+    def refuses(self, url: str) -> bool:
+        """Whether a cloud is left out because it refuses this device's key, which its readiness does not ask for."""
+        return self._members[url].is_refusing and self.is_down(url)
+
     def failed(self, url: str, error: EndpointLost) -> None:
         """Records that a cloud failed a text, or a question. One that is unfit for one text may suit others; one that
         refuses this device's key suits none.
@@ -172,7 +176,7 @@ class Fleet:
     async def finds_one(self, timeout_s: float) -> bool:
         """Whether any cloud answers now. A gateway that hides the readiness counts: texts show whether it works."""
         await self.look(timeout_s)
-        return any(member.has_answered for member in self._members.values())
+        return any(member.has_answered and not self.refuses(url) for url, member in self._members.items())
 
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""

@@ -17,6 +17,7 @@ from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointUnfit
 from outrider.models.errors import OutriderError, TokenizerMismatch
 from outrider.models.http.openai import Conversation
 from outrider.models.visible import visible
@@ -150,6 +151,8 @@ class Upstream:
         now = self._clock()
 
         async def ask(client: VerifierClient) -> ReadyAnswer:
+            if self.fleet.refuses(client.url):
+                raise EndpointUnfit(f"{client.url} refuses this device's key")
             asked_at = self._clock()
             ready = await client.ready()
             self.fleet.answered(client.url, ready, 1e3 * (self._clock() - asked_at))

@@ -17,7 +17,7 @@ async def facts_of(
     note: Callable[[str], None] = lambda words: None,
 ) -> ModelFacts | None:
     """What the first server serves that says so; None where none says. Raises CloudError where no server answers,
-    RequestError where one wants another key.
+    RequestError where each that is left wants another key.
     """
     left = list(clients)
     while left:
