@@ -266,12 +266,15 @@ def replicas(gate: StepGate) -> Iterator[tuple[FakeServer, FakeServer]]:
         yield first, second
 
 
-def concurrent(local: LocalEndpoint, first: FakeServer, break_it: Callable[[], object]) -> None:
+def concurrent(local: LocalEndpoint, first: FakeServer, gate: StepGate, break_it: Callable[[], object]) -> None:
     """Four texts begin at `first`, which breaks in their middle: all are the target's, byte for byte."""
     prompts = [f"{index} + {PROMPT}" for index in range(4)]
     with ThreadPoolExecutor(4) as pool:
         texts = [pool.submit(local.text, prompt=prompt) for prompt in prompts]
-        first.wait_until(lambda: len(first.core.sessions) == 4 and first.runtime.num_steps > 6)
+        first.wait_until(lambda: len(first.core.sessions) == 4)
+        gate.allow(8)
+        # With the first token of each the device knows how often this server says that it lives.
+        first.wait_until(lambda: local.core.metrics.ttft_s.count == 4 and first.runtime.num_steps > 6)
         break_it()
         assert [text.result(60.0) for text in texts] == [expected(prompt) for prompt in prompts]
 
@@ -280,13 +283,12 @@ def concurrent(local: LocalEndpoint, first: FakeServer, break_it: Callable[[], o
 def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(caplog: pytest.LogCaptureFixture) -> None:
     """The first cloud ends in mid-text of four. Once it is back, the next text begins there again."""
     gate = StepGate()
-    gate.allow(8)
     with replicas(gate) as (first, second), ExitStack() as link:
         proxy = link.enter_context(proxy_to(first.url))
         with serve_local([proxy.url, second.url], DRAFTS) as local:
             fleet = local.core.upstream.fleet
             link.callback(gate.open)
-            concurrent(local, first, link.close)
+            concurrent(local, first, gate, link.close)
             assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
             steps = first.runtime.num_steps
             assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
@@ -325,12 +327,11 @@ def test_texts_and_chats_go_where_the_devices_key_is_taken(tmp_path: Path) -> No
 def test_a_silent_cloud_is_left_within_seconds_by_all_its_texts() -> None:
     """Its link swallows everything; the texts go on elsewhere, unchanged."""
     gate = StepGate()
-    gate.allow(8)
     with (
         replicas(gate) as (first, second),
         proxy_to(first.url) as proxy,
         serve_local([proxy.url, second.url], DRAFTS) as local,
     ):
-        concurrent(local, first, proxy.hold)
+        concurrent(local, first, gate, proxy.hold)
         assert local.core.upstream.fleet.is_down(proxy.url)
         gate.open()
