@@ -53,11 +53,11 @@ class ChatPair:
 
 
 def make_chat_pair(directory: Path) -> ChatPair:
-    """Makes and exports a tiny pair that can chat, in some seconds."""
+    """Makes and exports a tiny pair that can chat, in some seconds. For verifiers that wait for drafts."""
     from outrider.export.make.pipeline import export_model
     from outrider.export.recipes import ExportOptions
 
-    target = make_chat_target(directory / "source", directory / "target")
+    target = make_chat_target(directory / "source", directory / "target", widen_mb=10.0)
     return ChatPair(export_model(directory / "source", directory / "draft", ExportOptions("draft")).path, target)
 
 
