@@ -39,7 +39,7 @@ from tests.waiting import HANG_S, run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.depth import DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.depth import DepthController, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import RetryPolicy
@@ -72,9 +72,9 @@ def test_the_text_is_the_targets_whatever_the_draft(
     server.wait_until(lambda: is_at_rest(server))
 
 
-@pytest.mark.parametrize("depth", [FixedDepth(0), FixedDepth(1), FixedDepth(8), FixedDepth(64), ThresholdDepth()])
+@pytest.mark.parametrize("depth", [FixedDepth(0), FixedDepth(1), FixedDepth(8), FixedDepth(64)])
 def test_the_text_does_not_depend_on_the_depth(server: FakeServer, depth: DepthController) -> None:
-    """Nor on the controller; depth 0 sends nothing."""
+    """Depth 0 sends nothing."""
     request = asking(seed=1)
     result = run(generate([server.url], request, drafter(0.8), depth=depth))
     assert result.tokens == truth(request)
@@ -110,7 +110,7 @@ def test_lost_doubled_late_and_reordered_drafts_change_nothing(
     assert sum(result.hits.values()) > 0
 
 
-@pytest.mark.parametrize("depth", ["auto", "threshold", "6"])
+@pytest.mark.parametrize("depth", ["auto", "6"])
 @pytest.mark.parametrize("kind", ["model", "n-gram", "mixed", "wrong", "wrong lookup"])
 def test_the_text_is_the_targets_whatever_the_tree_is_made_of(kind: str, depth: str) -> None:
     """Four guesses of each token, from a model, from the text before, from both, and all of them wrong."""

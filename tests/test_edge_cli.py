@@ -45,12 +45,12 @@ from outrider.models.process.extras import missing_extra
     [
         (["--draft", "nowhere"], "nowhere"),
         (["--draft", "nowhere", "--temperature", "nan"], "temperature is nan"),
-        (["--draft", "nowhere", "--depth", "deep"], "expected auto, threshold or a number"),
+        (["--draft", "nowhere", "--depth", "deep"], "expected auto or a number"),
         (["--draft", "nowhere", "--width", "9"], "width is '9'; expected auto or a number, 1 to 8"),
         (["--draft", "nowhere", "--width", "wide"], "expected auto or a number, 1 to 8"),
         (["--draft", "nowhere", "--depth", "65"], "expected 0 to 64"),
-        (["--draft", "nowhere", "--depth", "1.5"], "expected auto, threshold or a number"),
-        (["--draft", "nowhere", "--depth", "-1"], "expected auto, threshold or a number"),
+        (["--draft", "nowhere", "--depth", "1.5"], "expected auto or a number"),
+        (["--draft", "nowhere", "--depth", "-1"], "expected auto or a number"),
         (["--draft", "nowhere", "--runtime", "ngram", "--draft-device", "cpu"], "no device runs it"),
         (["--draft", "nowhere", "--emulate-npu", "--draft-device", "cpu"], "leave one of them out"),
         (

@@ -19,7 +19,6 @@ from outrider.edge.drafting.depth import (
     MAX_PROBE_GAP,
     CostModelDepth,
     Effort,
-    ThresholdDepth,
     best_verified,
 )
 from outrider.edge.drafting.estimates import Estimates
@@ -94,16 +93,6 @@ def test_a_round_trip_of_a_night_is_announced_as_the_longest_that_a_server_takes
     estimates = Estimates()
     estimates.on_posted(8 * 3600e3)
     assert SessionRequest(prompt=[1], max_tokens=1, draft_lag_ms=estimates.lag_ms).draft_lag_ms == MAX_DRAFT_LAG_MS
-
-
-def test_threshold_depth_goes_where_the_acceptance_points() -> None:
-    """All accepted ends at 10, all rejected at 2; inside the band it stays."""
-    up, down, same = ThresholdDepth(), ThresholdDepth(), ThresholdDepth()
-    for i in range(60):
-        up.observe(judged(8, False))
-        down.observe(judged(0, True))
-        same.observe(judged(2 + i % 2, True))  # 2/3 and 3/4: 0.71 in the long run
-    assert (up.plan().depth, down.plan().depth, same.plan().depth) == (10, 2, 6)
 
 
 @settings(deadline=None, max_examples=25)

@@ -307,7 +307,7 @@ def test_threads_at_work_give_the_event_loop_its_turn_soon(outrider: Outrider, m
         (["--draft", "nowhere"], "nowhere"),
         (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without API keys"),
         (["--width", "9"], "width is '9'"),
-        (["--depth", "deep"], "expected auto, threshold or a number"),
+        (["--depth", "deep"], "expected auto or a number"),
         (["--cloud", "ftp://x"], "the cloud's address"),
         (["--tls-cert", "x.pem"], "HTTPS needs both"),
         (["--allowed-origin", "chat"], "an allowed origin is 'chat'"),

@@ -287,7 +287,7 @@ class PlaceOptions:
 class DraftingOptions(PlaceOptions):
     """Where the draft runs, and how much it drafts."""
 
-    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
+    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
     on_battery: Annotated[

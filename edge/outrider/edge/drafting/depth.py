@@ -1,4 +1,4 @@
-"""Chooses how far to draft ahead: three controllers with one interface.
+"""Chooses how far to draft ahead: two controllers with one interface.
 
 A controller decides from estimates, never from the clock. The drafting thread may call `plan`, which only reads.
 """
@@ -12,7 +12,6 @@ from typing import Final
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.forgetting import ForgettingRatio
 from outrider.models.bundle.speed_up import tokens_per_pass
 from outrider.models.errors import ConfigError
 
@@ -66,34 +65,6 @@ class FixedDepth(DepthController):
         if not 0 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth is {depth}; expected 0 to {MAX_DEPTH}")
         super().__init__(DraftPlan(depth))
-
-
-class ThresholdDepth(DepthController):
-    """One token deeper when the recent acceptance is above target + band, one less when it is under target - band.
-
-    Changes by at most one token per commit, so noise moves it slowly. It needs no timings, so it is the fallback for
-    machines whose timings are unreliable.
-    """
-
-    TARGET: Final = 0.7
-    BAND: Final = 0.1
-    DEPTHS: Final = (2, 10)
-
-    def __init__(self) -> None:
-        super().__init__(DraftPlan(sum(self.DEPTHS) // 2))
-        self._accepted = ForgettingRatio(self.TARGET, 4.0, 0.9)
-
-    def observe(self, outcome: CommitOutcome) -> None:
-        """Changes the depth by at most one."""
-        if not outcome.tested:
-            return
-        num_right = sum(guesses[0].token == token for guesses, token in outcome.tested)
-        self._accepted.add(num_right, len(outcome.tested))
-        rate, depth, (least, most) = self._accepted.value, self._plan.depth, self.DEPTHS
-        if rate > self.TARGET + self.BAND:
-            self._plan = DraftPlan(min(most, depth + 1))
-        elif rate < self.TARGET - self.BAND:
-            self._plan = DraftPlan(max(least, depth - 1))
 
 
 class Effort(StrEnum):

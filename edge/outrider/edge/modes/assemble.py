@@ -15,7 +15,6 @@ from outrider.edge.drafting.depth import (
     DepthController,
     Effort,
     FixedDepth,
-    ThresholdDepth,
 )
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
@@ -44,14 +43,12 @@ class Agent(Protocol):
 
 
 def make_depth(name: str, estimates: Estimates, effort: Effort = Effort.NORMAL) -> DepthController:
-    """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 64. Raises ConfigError for anything else."""
+    """ "auto" (the cost model), or a number of tokens, 0 to 64. Raises ConfigError for anything else."""
     if name == "auto":
         return CostModelDepth(estimates, effort)
-    if name == "threshold":
-        return ThresholdDepth()
     if name.isdecimal():
         return FixedDepth(int(name))
-    raise ConfigError(f"depth is {name!r}; expected auto, threshold or a number, 0 to {MAX_DEPTH}")
+    raise ConfigError(f"depth is {name!r}; expected auto or a number, 0 to {MAX_DEPTH}")
 
 
 def make_options(
