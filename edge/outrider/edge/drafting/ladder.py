@@ -29,8 +29,8 @@ class Rung:
     """A drafter that a text may use.
 
     words: what drafts, for people. open: gives the drafter, once per text; may take long. None: it has no room now, and
-    is asked again at each commit. breaker: shared by all texts. give_up: takes a drafter whose trial has failed, too:
-    its device may have lost the model, so `open` gives another one.
+    is asked again at each commit. breaker: shared by all texts. give_up: takes a drafter that failed as often as
+    `Breaker.failed` says: its device may have lost the model, so `open` gives another one.
     """
 
     words: str
