@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from bench.eavesdropper import Read, Trace, padded
-from bench.gpu import exact, host, load, needs, round_trips, steps
+from bench.gpu import bitwise, exact, host, load, needs, round_trips, steps
 from bench.gpu.place import SMALL, Run
 from bench.side_channel import Lane, main
 from bench.soak import ALONE, Plan, run, too_few
@@ -64,10 +64,17 @@ def test_the_sampler_and_the_texts_are_compared(made: Path, tmp_path: Path) -> N
     assert found["texts_f32"]["reference target"]["texts"] == 1
     assert found["shapes_f32"]["2 sequences, 8 tokens each"]["max_over_std"] < 1e-4
     assert found["shapes_bf16"]["2 sequences, 8 tokens each"]["greedy"] == 8
-    drafted = found["bitwise"].pop("drafted tokens")
-    assert found["bitwise"] == {"tokens": 42, "with trees of drafts": 0, "alone": 0}
-    assert drafted["accepted"] > 0 and drafted["rejected"] > 0
     assert found["device"] == {"kind": "cpu", "is_hardware": False}
+
+
+@warns
+def test_bitwise_texts_are_compared(made: Path, tmp_path: Path) -> None:
+    """Part 5: nothing differs, and drafts of both kinds were there."""
+    run = run_of(5, made, tmp_path, texts=1, tokens=6, sessions=(2,))
+    assert bitwise.measure(run) == []
+    drafted = run.found["bitwise"].pop("drafted tokens")
+    assert run.found["bitwise"] == {"tokens": 42, "with trees of drafts": 0, "alone": 0}
+    assert drafted["accepted"] > 0 and drafted["rejected"] > 0
 
 
 @warns

@@ -1,15 +1,16 @@
-"""Measures the product on a bare CUDA machine, in four parts of at most five minutes; each writes JSON.
+"""Measures the product on a bare CUDA machine, in five parts of at most five minutes; each writes JSON.
 
   1  exactness   the torch sampler against the numpy twin, texts against transformers' generate, differences over shapes
   2  steps       steps/s of an 8B shape and of the widened target against the floor; where a step's time goes
   3  round trips `bench.never_slower` with the target on the GPU and the draft in onnxruntime on cores
   4  load        `bench.load` with stream, verify, auto, JSON, logprobs; `bench.capacity` against the draft beside
+  5  bitwise     100,000 tokens of `--exact bitwise`: the same alone, in a large batch and in small ones with trees
 
 The machine needs Python 3.12, torch, transformers, onnxruntime and the server's parts, and no package index: the first
 lines say what is there, what is missing, and the commands that make and unpack a folder of wheels (8 MB). The draft of
 parts 3 and 4 is carried, too, because onnxruntime-genai, which makes it, is not there.
 
-    python -m bench.gpu --out DIR [--part 1 2 3 4] [--draft BUNDLE]     # on the machine; the checkout is not installed
+    python -m bench.gpu --out DIR [--part 1 2 ...] [--draft BUNDLE]     # on the machine; the checkout is not installed
     python -m bench.gpu --make-draft BUNDLE                             # elsewhere, to carry it along
     python -m bench.gpu --needs                                         # the list alone
     python -m bench.gpu --small --device cpu --out DIR                  # that it runs, on any machine
@@ -28,7 +29,7 @@ from typing import Any, Final
 from bench.gpu.needs import MAKES_DRAFT, download, is_enough, look, report
 
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "--part": {"type": int, "nargs": "+", "choices": (1, 2, 3, 4), "default": [1, 2, 3, 4]},
+    "--part": {"type": int, "nargs": "+", "choices": (1, 2, 3, 4, 5), "default": [1, 2, 3, 4, 5]},
     "--out": {"type": Path, "help": "directory of the JSON"},
     "--made": {"type": Path, "help": "keeps exported bundles for a later call; default: not kept"},
     "--draft": {"type": Path, "help": "a draft bundle for onnxruntime; default: made there"},
@@ -68,7 +69,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         cli.error(f"torch {torch.__version__} sees no CUDA device; --small --device cpu runs the smallest form")
-    parts = {1: "exact", 2: "steps", 3: "round_trips", 4: "load"}
+    parts = {1: "exact", 2: "steps", 3: "round_trips", 4: "load", 5: "bitwise"}
     options.out.mkdir(parents=True, exist_ok=True)
     missed = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import product
@@ -19,12 +18,8 @@ from bench.gpu.needs import ROOT
 from bench.gpu.place import Run
 from bench.plain_text import Difference, first_difference, plain_texts
 from numpy.typing import NDArray
-from tests.requests import flat_request
 from tools.tiny_sources import make_tiny_model
 
-from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.seam import CommitEvent, Event
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import SamplingParams, noise_bits, pick
 from outrider.models.picks.sampling_torch import noise_bits as torch_noise_bits
@@ -41,9 +36,6 @@ SAMPLINGS: Final = {
     "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
     "top-k 40, min-p 0.02": SamplingParams(temperature=0.7, top_k=40, min_p=0.02),
 }
-Texts = list[list[int]]
-_AHEAD: Final = 4
-WITH_TREES, ALONE = "with trees of drafts", "alone"
 SAME_LOGITS_SCORE: Final = 1e-9
 SAME_LOGITS_MASS: Final = 1e-5
 """From the same logits, only the last bits of a logarithm and of a sum differ: no more is a near tie."""
@@ -59,8 +51,6 @@ def measure(run: Run) -> list[str]:
             missed += _texts(run, dtype)
         if run.has_time(f"shapes in {dtype}"):
             _shapes(run, dtype)
-    if run.has_time("bitwise", 0.6):
-        missed += _bitwise(run)
     return missed
 
 
@@ -241,85 +231,3 @@ def _compare(alone: NDArray[np.float32], rows: NDArray[np.float32], start: int) 
         "sampled_changed": changed,
         "sampled": len(pairs) * len(sampled),
     }
-
-
-def _bitwise(run: Run) -> list[str]:
-    """Whether `--exact bitwise` keeps its promise: the same texts in a large batch, in small ones with trees, alone."""
-    sizes = run.sizes
-    tokenizer = Tokenizer.from_dir(target_dir())
-    given = [tuple(tokenizer.encode(prompt.text)[:64]) for prompt in load_prompts(sizes.prompts * 4)]
-    count = -(-sizes.bitwise_tokens // sizes.tokens)
-    prompts = [given[number % len(given)] for number in range(count)]
-    largest = max(sizes.sessions)
-    options = RuntimeOptions(
-        device=run.device,
-        is_batch_invariant=True if run.is_cuda else None,  # the kernels need a GPU
-        properties={"dtype": "bf16" if run.is_cuda else "f32"},
-    )
-    with closing(open_batch_runtime("torch", target_dir(), options)) as runtime:
-        told, counts = Counter[str](), Counter(accepted=0, rejected=0)
-        alone = _sampled(runtime, prompts[: sizes.prompts], sizes.tokens, 1)
-        for first in range(0, count, largest):
-            if not run.has_time(f"bitwise: {count - first} texts", 0.95):
-                break
-            group = prompts[first : first + largest]
-            batched = _sampled(runtime, group, sizes.tokens, largest, first=first)
-            drafted = _sampled(runtime, group, sizes.tokens, max(1, largest // 2), batched, counts, first)
-            told["tokens"] += sum(map(len, batched))
-            told[WITH_TREES] += _different(batched, drafted)
-            told[ALONE] += 0 if first else _different(alone, batched[: sizes.prompts])
-            run.note("bitwise", dict(told) | {"drafted tokens": dict(counts)})
-    missed = [
-        f"bitwise: no drafted token was {name}" for name, number in counts.items() if told["tokens"] and not number
-    ]
-    if told["tokens"] < sizes.bitwise_tokens and run.is_cuda:
-        missed.append(f"bitwise: {told['tokens']} tokens in the time there was, of {sizes.bitwise_tokens}")
-    wrong = {name: told[name] for name in (WITH_TREES, ALONE) if told[name]}
-    return [*missed, *(f"bitwise: other tokens {name}: {number}" for name, number in wrong.items() if run.is_cuda)]
-
-
-def _sampled(
-    runtime: BatchRuntime,
-    prompts: Sequence[tuple[int, ...]],
-    length: int,
-    at_once: int,
-    drafted: Texts | None = None,
-    counts: Counter[str] | None = None,
-    first: int = 0,
-) -> Texts:
-    """Sampled texts of so many sequences at once. drafted: what they are drafted from, with wrong guesses beside.
-    counts: gets the drafted tokens that were accepted, and those that were not. first: the seed of the first text.
-    """
-    engine = Engine(
-        runtime,
-        EngineConfig(max_running=at_once, max_queue=len(prompts), policy=Policy.VERIFY, form=TreeForm.TREE),
-    )
-    rng, vocab_size = np.random.default_rng(0), runtime.limits.vocab_size
-    texts: Texts = [[] for _ in prompts]
-    numbers: dict[int, int] = {}
-    for index, prompt in enumerate(prompts):
-
-        def sink(event: Event, index: int = index) -> None:
-            if isinstance(event, CommitEvent):
-                texts[index] += event.tokens
-                if counts is not None:
-                    counts["accepted"] += event.accepted
-                    counts["rejected"] += event.proposed - event.accepted
-
-        params = SamplingParams(temperature=0.8, seed=first + index)
-        numbers[index] = engine.submit(flat_request(prompt, params, length, patience_ms=0.0), sink)
-    while engine.has_work:
-        engine.step()
-        for index, text in enumerate(texts) if drafted is not None else ():
-            if 0 < len(text) < length - 1 and drafted is not None:
-                right = drafted[index][len(text) : len(text) + int(rng.integers(1, _AHEAD + 1))]
-                wrong = [*right[:-1], (right[-1] + 1) % vocab_size]
-                engine.draft(numbers[index], len(text), [wrong, right] if rng.integers(2) else [right, wrong])
-    return texts
-
-
-def _different(expected: Texts, found: Texts) -> int:
-    """Tokens from the first one on that differs."""
-    pairs = zip(expected, found, strict=True)
-    firsts = (next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs)
-    return sum(len(text) - first for text, first in zip(expected, firsts, strict=True))
