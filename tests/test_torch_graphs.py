@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.page_layout import NO_TAIL, tails_of
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
 from outrider.models.runtimes.torch_graphs import SIZES, KernelSteps, StepInputs
+from outrider.models.runtimes.torch_joined import join
 
 BLOCK, VOCAB, CONTEXT = 32, 5, 64
 
@@ -129,3 +131,51 @@ def test_graphs_that_are_given_up_leave_no_logits(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(found, "_record", lambda run: run.nothing)
     logits_of(found, in_tree(9, 1, [-1, -1]))
     assert not found.most_recorded and not found._recorded and found._shared is None
+
+
+# -- layers that read the same rows ------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    """Layers as transformers names them; `from_where` is what keys and values are made of, if not of `rows`."""
+
+    def __init__(self, *, has_bias: bool, value_width: int = 6) -> None:
+        super().__init__()
+        self.q_proj = torch.nn.Linear(6, 8, has_bias)
+        self.k_proj = torch.nn.Linear(6, 4, has_bias)
+        self.v_proj = torch.nn.Linear(value_width, 4, has_bias)
+
+    def forward(self, rows: torch.Tensor, from_where: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q_proj(rows), self.k_proj(from_where), self.v_proj(from_where)], dim=-1)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_cross", [False, True])
+def test_layers_that_read_the_same_rows_are_one_product(
+    has_bias: bool, is_cross: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one copy of the weights, which nothing else holds afterwards; other rows are a product of their own."""
+    model: Any = Attention(has_bias=has_bias)
+    products = []
+
+    def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        products.append(weight.shape)
+        return torch.addmm(torch.zeros(()) if bias is None else bias, rows, weight.t())
+
+    with torch.inference_mode():
+        rows = torch.randn(3, 6)
+        others = torch.randn(3, 6) if is_cross else rows
+        before = model(rows, others)
+        join(model)
+        monkeypatch.setattr(torch.nn.functional, "linear", counted)
+        for _ in range(2):
+            assert torch.allclose(model(rows, others), before, atol=1e-6)
+    assert products == [(16, 6)] * (4 if is_cross else 2)
+    assert len({each.weight.untyped_storage().data_ptr() for each in (model.q_proj, model.k_proj, model.v_proj)}) == 1
+    assert model.v_proj._product._rows is None and model.v_proj._product._parts == ()
+
+
+def test_layers_that_cannot_read_the_same_rows_stay() -> None:
+    model = Attention(has_bias=False, value_width=7)
+    join(model)
+    assert type(model.q_proj) is torch.nn.Linear

@@ -50,6 +50,7 @@ from outrider.models.runtimes.torch_cache import (
     has_kernels,
 )
 from outrider.models.runtimes.torch_int8 import quantize
+from outrider.models.runtimes.torch_joined import join
 from outrider.models.runtimes.torch_loading import (
     INT8,
     device_of,
@@ -203,6 +204,8 @@ class TorchPagedRuntime(TorchCache):
         if self._is_int8:
             quantize(model, self._device, in_order=self._is_bitwise)
         self._model = model.to(self._device).eval()
+        if has_kernels(self._device):
+            join(self._model)
         self._arguments = set(inspect.signature(model.forward).parameters)
         config: Any = model.config.get_text_config()
         if not self._is_packed and may_slide(config):
