@@ -300,7 +300,7 @@ class Peer:
         try:
             self._engine.draft_tree(self._id, decode_tree(body))
         except RequestError:
-            pass  # a stale draft, or a session that is over: a device leaves such an answer alone
+            pass  # the session is over: a device leaves such an answer alone
 
     def guess_beside(self) -> bool:
         """Drafts for the next step. Returns whether it did: once after each commit, until the text is over."""

@@ -53,6 +53,12 @@ def advance(drafts: PendingDrafts, tokens: Sequence[int]) -> int:
     return num_looked_up
 
 
+def position_of(trie: DraftTrie, number: int) -> int | None:
+    """Tokens generated up to and including a numbered node; negative if it was dropped, None if it is unknown."""
+    node = trie._numbers.get(number)
+    return None if node is None else node.position
+
+
 def move_root(trie: DraftTrie, token: int) -> None:
     """Commits one token."""
     trie.follow((token,))

@@ -171,6 +171,26 @@ def test_a_devices_drafts_reach_the_mid() -> None:
         assert session.rest().tokens == truth
 
 
+def test_paths_that_come_too_late_do_not_take_the_place_of_newer_ones() -> None:
+    """The next sequence of the mid-size verifier drafts the newest that are of use."""
+    truth = target_tokens(PROMPT, LENGTH, SETTINGS[1])
+    with (
+        cascade(0.8, mid_gate=StepGate(), big_gate=StepGate()) as running,
+        open_session(running.client, asking()) as session,
+    ):
+        running.big.gate.allow(1)
+        seen = session.commit().tokens
+        base = len(seen)
+        (text,) = running.engine._texts.values()
+        for at, path in ((base, truth[base : base + 6]), (0, [(truth[0] + 1) % VOCAB, *truth[1:9]]), (0, truth[:base])):
+            answer = running.client.post(session.drafts, json={"base": at, "paths": [path]})
+            assert answer.status_code == 204
+        running.mid.gate.open()
+        running.big.gate.open()
+        assert [*seen, *session.rest().tokens] == truth
+        assert text.mid._drafts._paths == (base, [truth[base : base + 6]])
+
+
 def test_nodes_that_still_follow_the_text_go_to_the_next_sequence() -> None:
     """After the mid-size verifier has gone back: under their numbers, by the new sequence's base; the others do not."""
     drafts = DeviceDrafts()

@@ -117,7 +117,7 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(waits: list[float]) -> Non
     paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
     assert asked(5) == [0.1, 0.2] and asked(3, "10.0.0.2") == []
     assert max(asked(40)) == 2.0
-    refusal = RequestError("stale_draft", "late", status=409)
+    refusal = RequestError("draft_ahead", "base is past what is committed")
     assert asked(40) == []
     refusal = None
     assert asked(40) == []

@@ -97,8 +97,8 @@ def test_a_draft_for_a_session_that_is_nowhere_is_answered(client: httpx.Client)
         answer = client.post(f"/v1/sessions/{session}/drafts", json={"base": 0, "paths": [[1]]})
         assert code_of(answer) == (404, "unknown_session")
     assert client.delete("/v1/sessions/ffffffgone").status_code == 404
-    stale = {"prefer": "return=minimal", "content-type": "text/plain"}
-    assert client.post("/v1/sessions/000001x/drafts", content=b"{}", headers=stale).status_code == 415
+    headers = {"prefer": "return=minimal", "content-type": "text/plain"}
+    assert client.post("/v1/sessions/000001x/drafts", content=b"{}", headers=headers).status_code == 415
     assert client.get("/v1/sessions/000001x/drafts").status_code == 405
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.engine_harness import Clock
+from tests.pending_drafts import line_message
 from tests.raw_client import Raw, post
 from tests.serving import (
     EOS_ID,
@@ -160,7 +161,7 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
 
 
 def test_refused_drafts_do_not_change_the_session() -> None:
-    """Drafts that are stale, ahead of the commits or outside the vocabulary: each has its error; the text continues."""
+    """Drafts that are ahead of the commits or outside the vocabulary: each has its error; the text continues."""
     expected = target_tokens(PROMPT, 24)
     with (
         serve_fake(gate=StepGate()) as server,
@@ -172,9 +173,7 @@ def test_refused_drafts_do_not_change_the_session() -> None:
         while len(seen) < 3:
             seen += session.commit().tokens
         url = session.drafts
-        wrong = [(expected[0] + 1) % 300, 1, 2, 3, 4]
         for draft, status, code in (
-            ({"base": 0, "paths": [wrong]}, 409, "stale_draft"),
             ({"base": 50, "paths": [[1]]}, 400, "draft_ahead"),
             ({"base": 3, "paths": [[300]]}, 400, "token_out_of_range"),
             ({"base": 3, "paths": [[-1]]}, 400, "invalid_parameter"),
@@ -183,12 +182,34 @@ def test_refused_drafts_do_not_change_the_session() -> None:
             ({"base": 3, "paths": [[1]], "epoch": 1}, 400, "invalid_parameter"),
         ):
             assert code_of(client.post(url, json=draft)) == (status, code), draft
-        stale = client.post(url, json={"base": 0, "paths": [wrong]}, headers={"Prefer": "return=minimal"})
-        assert (stale.status_code, stale.content) == (409, b"")
-        assert stale.headers["content-length"] == "0" and "transfer-encoding" not in stale.headers
         assert client.post(url, content=b'{"base":3,', headers=JSON).json()["error"]["code"] == "malformed_json"
         server.gate.open()
         assert seen + session.rest().tokens == expected
+
+
+def test_drafts_that_come_too_late_are_answered_as_any_other() -> None:
+    """Whatever the commits contradict or have is dropped: the text is the same, and nothing is pending."""
+    expected = target_tokens(PROMPT, 24)
+    with (
+        serve_fake(gate=StepGate()) as server,
+        httpx.Client(base_url=server.url) as client,
+        open_session(client, body(patience_ms=0)) as session,
+    ):
+        server.gate.allow(3)
+        seen: list[int] = []
+        while len(seen) < 3:
+            seen += session.commit().tokens
+        wrong = [(expected[0] + 1) % 300, *expected[1:5]]
+        num_before = server.core.engine.stats().totals.draft_nodes
+        trees = [line_message(0, 0, wrong), TreeDraft(0, 5, expected[5:7], [4, 5], [15, 15])]
+        sent: list[dict[str, Any]] = [{"json": {"base": 0, "paths": [wrong, expected[:2]]}}]
+        sent += [{"content": tree.encode(), "headers": {"content-type": TREE_MEDIA_TYPE}} for tree in trees]
+        for each in sent:
+            answer = client.post(session.drafts, **each)
+            assert (answer.status_code, answer.content) == (204, b"")
+        server.gate.open()
+        assert seen + session.rest().tokens == expected
+        assert server.core.engine.stats().totals.draft_nodes == num_before
 
 
 def test_delete_ends_a_session() -> None:

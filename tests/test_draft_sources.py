@@ -267,7 +267,7 @@ def test_no_tree_changes_the_text(seed: int) -> None:
                 try:
                     harness.engine.draft_tree(*each)
                 except RequestError as error:
-                    assert error.code in ("stale_draft", "unknown_session")
+                    assert error.code == "unknown_session"
         delay = harness.engine.step()
         if delay is None:
             break
@@ -296,31 +296,47 @@ def test_a_tree_saves_passes_where_the_target_picks_an_alternative(form: TreeFor
 
 
 def test_bad_drafts_are_refused_by_code() -> None:
-    """Unknown, ahead, out of range, stale: each has its own code, as paths and as trees; the text does not change. A
-    tree below a node that the commits contradict is stale, one below an unknown node is not.
-    """
+    """Unknown, ahead, out of range: each has its own code, as paths and as trees; the text does not change."""
     harness = Harness()
     truth = plain(PROMPT, SAMPLED, 12)
-    wrong = (truth[0] + 1) % VOCAB
     sequence_id, collector = harness.submit(PROMPT, 12)
-    harness.engine.draft_tree(sequence_id, TreeDraft(0, 0, [wrong, truth[0]], [ROOT, ROOT], [9, 9]))
     harness.run_steps(4)
     num = len(collector.tokens)
     for target, base, tokens, code in (
         (999, 0, [1], "unknown_session"),
         (sequence_id, 99, [1], "draft_ahead"),
         (sequence_id, num, [VOCAB], "token_out_of_range"),
-        (sequence_id, 0, [wrong, 1, 2, 3, 4, 5], "stale_draft"),
-        (sequence_id, 0, truth[:num], "stale_draft"),
     ):
         with refused(code):
             harness.engine.draft(target, base, [tokens])
         with refused(code):
             harness.engine.draft_tree(target, line_message(base, 9, tokens))
-    for below in (TreeDraft(0, 5, [1, 2], [0, 5], [9, 9]), TreeDraft(0, 5, [truth[1]], [1], [9])):
-        with refused("stale_draft"):
-            harness.engine.draft_tree(sequence_id, below)
-    harness.engine.draft_tree(sequence_id, TreeDraft(0, 50, [1], [40], [9]))
-    harness.engine.draft_tree(sequence_id, TreeDraft(0, 60, truth[1 : num + 1], [1, *range(60, 59 + num)], [9] * num))
     harness.run()
-    assert collector.tokens == truth
+    assert collector.tokens == truth and harness.engine.stats().totals.draft_nodes == 0
+
+
+def test_drafts_of_no_use_are_dropped() -> None:
+    """What the commits contradict or have, also below a node of an earlier message: the text is the same, and nothing
+    of it is pending. A tree that goes on behind the commits is, though its first nodes are committed.
+    """
+    harness = Harness(config=EngineConfig(looks_up=False))
+    truth = plain(PROMPT, SAMPLED, 12)
+    wrong = (truth[0] + 1) % VOCAB
+    sequence_id, collector = harness.submit(PROMPT, 12, patience_ms=0)
+    harness.run_steps(3)
+    num, trie = len(collector.tokens), harness.engine._sequences[sequence_id].drafts.trie
+    assert num == 3
+    harness.engine.draft_tree(sequence_id, TreeDraft(0, 0, [wrong, truth[0]], [ROOT, ROOT], [9, 9]))
+    for tokens in ([wrong, 1, 2, 3, 4, 5], truth[:num]):
+        harness.engine.draft(sequence_id, 0, [tokens])
+        harness.engine.draft_tree(sequence_id, line_message(0, 9, tokens))
+    for below in (TreeDraft(0, 5, [1, 2], [0, 5], [9, 9]), TreeDraft(0, 5, [truth[1]], [1], [9])):
+        harness.engine.draft_tree(sequence_id, below)
+    harness.engine.draft_tree(sequence_id, TreeDraft(0, 50, [1], [40], [9]))  # below one that never comes
+    harness.step()
+    assert not trie and trie.num_nodes == 0 == harness.engine.stats().totals.draft_nodes
+    behind = truth[1 : num + 4]
+    parents = [1, *range(60, 59 + len(behind))]
+    harness.engine.draft_tree(sequence_id, TreeDraft(0, 60, behind, parents, [9] * len(behind)))
+    harness.run()
+    assert collector.tokens == truth and harness.engine.stats().totals.draft_nodes > 0

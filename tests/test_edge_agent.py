@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 
+import httpx
 import pytest
 from tests.agents import (
     MODES,
@@ -20,6 +21,7 @@ from tests.agents import (
     VOCAB,
     Older,
     Pacing,
+    Passing,
     Posting,
     Spying,
     asking,
@@ -46,7 +48,7 @@ from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.assemble import make_depth
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.models.client import long_request
-from outrider.models.client.client import ClientOptions
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
@@ -180,6 +182,26 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
     # A new alternative is no new path.
     assert not [text for before, text in pairwise(texts) if before[: len(text)] == text]
     assert result.num_accepted > 5
+
+
+@pytest.mark.parametrize("kind", [VerifierClient, Older])
+def test_a_draft_that_an_older_server_calls_stale_is_no_error(kind: type[VerifierClient]) -> None:
+    """Newer commits are on their way: the text goes on, and the draft counts as delivered."""
+    wishes: list[str | None] = []
+
+    def stale(request: httpx.Request) -> httpx.Response | None:
+        if not request.url.path.endswith("/drafts"):
+            return None
+        wishes.append(request.headers.get("prefer"))
+        return httpx.Response(409)
+
+    request = asking(seed=3, max_tokens=30)
+    with serve_fake(runtime=slow(0.003)) as server:
+        # With two connections: no long request.
+        client = kind(server.url, ClientOptions(max_connections=2), transport=Passing(stale))
+        result = run(generate([client], request, drafter(0.8), depth=FixedDepth(4)))
+    assert result.tokens == truth(request) and result.num_failed_posts == 0 < result.num_posts
+    assert set(wishes) == {"return=minimal"}  # no words
 
 
 def test_accepted_tokens_are_told_from_the_targets_own() -> None:

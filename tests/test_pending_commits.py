@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import advance, move_root
+from tests.pending_drafts import advance, move_root, position_of
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
@@ -103,7 +103,7 @@ def test_what_is_learned_later_is_the_same(data: st.DataObject) -> None:
     assert (a.trie.num_nodes, a.trie.num_looked_up) == (b.trie.num_nodes, b.trie.num_looked_up)
     here = list(nodes_below(b.trie.root))
     assert b.trie.num_nodes == len(here) and b.trie.num_looked_up == sum(is_looked_up(node.kind) for node in here)
-    assert [a.trie.position_of(n) for n in range(first)] == [b.trie.position_of(n) for n in range(first)]
+    assert [position_of(a.trie, n) for n in range(first)] == [position_of(b.trie, n) for n in range(first)]
     assert a.chances.rates() == b.chances.rates() and a.chances.beta == b.chances.beta
     assert a.acceptance.rates(8) == b.acceptance.rates(8)
     learned = [side.drafting.learned(b"") for side in (now, late)]
@@ -129,7 +129,7 @@ def test_a_dropped_node_takes_no_message_after_its_commit() -> None:
     side.take(TreeDraft(0, 0, [1, 2], [ROOT, ROOT], [15, 9]), 0)
     side.commit([1])
     side.take(TreeDraft(0, 2, [3], [1], [15]), 0)  # below the one that the commit contradicts
-    assert side.drafts.trie.num_nodes == 0 and side.drafts.trie.position_of(2) == -1
+    assert side.drafts.trie.num_nodes == 0 and position_of(side.drafts.trie, 2) == -1
 
 
 short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import commit, line_message, move_root, pending, timed
+from tests.pending_drafts import commit, line_message, move_root, pending, position_of, timed
 
 from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
@@ -90,7 +90,7 @@ def test_lost_repeated_and_reordered_messages_leave_a_subset_of_the_faultless_tr
         assert trie.num_nodes == len(live) and trie.num_looked_up == 0
         assert bool(trie) == bool(live) == trie.has_device_nodes
         for number, path in paths.items():
-            position = trie.position_of(number)
+            position = position_of(trie, number)
             is_right = path[:now] == tuple(committed)[: len(path)]
             assert position == len(path) if is_right else position is not None and position < 0
 

@@ -7,20 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.engine_harness import Clock
-from tests.pending_drafts import move_root
 from tests.requests import flat_request
 
 from outrider.cloud.distributions import Distributions
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.policy import Policy, Wait
-from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
+from outrider.cloud.pending.trie import DraftTrie
 from outrider.cloud.seam import DraftHints
 from outrider.cloud.vllm.book import Book, Served, seconds_to_wait
-from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.terms import Terms, terms_of
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
@@ -272,40 +268,3 @@ def test_drafts_of_sequences_that_are_over_are_not_kept() -> None:
     clock.now += 30.0
     on.take_paths(9, 0, [[6]], clock.now)
     assert on._num_early == 2 and list(on._early) == [9]
-
-
-# -- numbered nodes ----------------------------------------------------------------------------------------------------
-
-
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_the_server_knows_which_nodes_the_commits_contradict(data: st.DataObject) -> None:
-    """Messages and commits in any order: it says of each node what the trie says."""
-    generated: list[int] = []
-    nodes, trie, number = NumberedNodes(generated), DraftTrie(), 0
-    token = st.integers(1, 2)
-    for _ in range(data.draw(st.integers(1, 8))):
-        if data.draw(st.booleans()):
-            generated.append(data.draw(token))
-            move_root(trie, generated[-1])
-            continue
-        count = data.draw(st.integers(1, 4))
-        parents = [data.draw(st.sampled_from([ROOT, *range(number + i)])) for i in range(count)]
-        base = data.draw(st.integers(0, len(generated)))
-        message = TreeDraft(base, number, [data.draw(token) for _ in parents], parents, [15] * count)
-        nodes.add(message)
-        trie.merge_tree(message, generated)
-        number += count
-    for each in range(number):
-        expected, found = trie.position_of(each), nodes.position_of(each)
-        assert expected is not None and found is not None
-        assert max(expected, -1) == max(found, -1)
-
-
-def test_old_numbers_are_forgotten() -> None:
-    """The newest stay known, so a session holds a bounded number of them."""
-    nodes = NumberedNodes([])
-    for first in range(0, 3 * MAX_NUMBERS, 64):
-        nodes.add(TreeDraft(0, first, [1] * 64, [first - 1 if first else ROOT, *range(first, first + 63)], [15] * 64))
-    assert nodes.position_of(2 * MAX_NUMBERS - 1) is None
-    assert nodes.position_of(3 * MAX_NUMBERS - 1) == 3 * MAX_NUMBERS

@@ -354,8 +354,10 @@ class ServingEngine(Protocol):
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
 
-        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`, and
-        `draft_not_taken` where the engine is too far behind with reading drafts: nothing of it is known then.
+        What contradicts newer commits, or ends there, is dropped.
+
+        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, and `draft_not_taken` where the
+        engine is too far behind with reading drafts: nothing of it is known then.
         """
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:

@@ -4,8 +4,7 @@ A device posts drafts many times a second while the model computes on the same c
 of the layers that all others pass, and does their work itself: it runs the gate, answers errors in the same shape, and
 counts the request. The body, paths in JSON or the bytes of a tree, is parsed once, the engine takes
 it, and the answer is a bare 204.
-`openapi.py` documents the route with the others. One exception: a client that sends `Prefer: return=minimal` gets 409
-for a stale draft without a body.
+`openapi.py` documents the route with the others.
 
 Since protocol version 3 a text's trees may also come up one long request (`draft_line`): its head passes the same
 checks, its messages spend the same budgets, each is handed over like one that came alone.
@@ -67,8 +66,6 @@ TREE_UNIT_BYTES = 64
 """The same for a tree: its nodes have three or four bytes, and each takes as long as a whole path's tokens."""
 
 _TAKEN: Final = {"type": "http.response.start", "status": 204, "headers": []}
-# Without the length it would be sent in chunks, which takes more bytes.
-_STALE: Final = {"type": "http.response.start", "status": 409, "headers": [(b"content-length", b"0")]}
 _STATUS: Final = "outrider.drafts.status"
 """Key of the ASGI scope that holds the status of an answer already sent."""
 _TOOK_S: Final = "outrider.drafts.took_s"
@@ -237,16 +234,11 @@ def drafts_endpoint(core: Core, paths: GatePaths) -> DraftsEndpoint:
             raise RequestError(
                 "steady_required", "the session is steady: send its drafts up one long request, in frames"
             )
-        try:
-            if is_tree:
-                core.engine.draft_tree(session.sequence_id, decode_tree(body))
-            else:
-                draft = parse(DraftRequest, body)
-                core.engine.draft(session.sequence_id, draft.base, draft.paths)
-        except RequestError as error:
-            if error.code != "stale_draft" or not _prefers_minimal(scope):
-                raise
-            return _STALE, b""
+        if is_tree:
+            core.engine.draft_tree(session.sequence_id, decode_tree(body))
+        else:
+            draft = parse(DraftRequest, body)
+            core.engine.draft(session.sequence_id, draft.base, draft.paths)
         return _TAKEN, b""
 
     limits = core.settings.draft_limits
@@ -261,7 +253,7 @@ def drafts_endpoint(core: Core, paths: GatePaths) -> DraftsEndpoint:
             except RequestError as error:
                 if error.code == "draft_not_taken":
                     return False
-                if error.code not in ("stale_draft", "unknown_session"):  # the session's end ends the request
+                if error.code != "unknown_session":  # the session's end ends the request
                     raise
             return True
 
@@ -287,8 +279,3 @@ def _is_of(scope: Scope, media_type: bytes) -> bool:
     """Whether the body is announced as this; the gate has seen that it is one of MEDIA_TYPES."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), None)
     return content_type != JSON_MEDIA_TYPE and media_type_of(content_type) == media_type
-
-
-def _prefers_minimal(scope: Scope) -> bool:
-    """Whether the client asks for answers without a body where the status is enough (RFC 7240, section 4.2)."""
-    return any(name == b"prefer" and b"return=minimal" in value for name, value in scope["headers"])

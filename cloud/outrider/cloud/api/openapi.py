@@ -37,7 +37,7 @@ _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
 }
 _TREE_WORDS: Final = f"""
     A body of the type {TREE_MEDIA_TYPE} is a tree instead, at most {MAX_TREE_BYTES} bytes: each guess once, with the
-    chance that it follows; later messages go on below it. 409 when every node contradicts newer commits, or ends there.
+    chance that it follows; later messages go on below it.
     """
 _WITH_DONE: Final = ("/v1/completions", "/v1/chat/completions")
 
@@ -84,7 +84,7 @@ _GROUPS: Final[dict[str, Codes]] = {
     "evidence": {400: ("wrong_evidence",)},
     "drafts": {
         400: ("draft_ahead", "token_out_of_range", "steady_required"),
-        409: ("stale_draft", "second_long_request"),
+        409: ("second_long_request",),
         429: ("rate_limited",),
         503: ("draft_not_taken",),
     },

@@ -126,14 +126,11 @@ class Intake(EngineState):
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
 
-        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
+        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`.
         """
         sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
-        self._merge(
-            sequence,
-            partial(check_draft, base, paths, sequence.generated, self.limits),
-            partial(self._drafting.merge, sequence.drafts, base, paths, arrived),
-        )
+        check_draft(base, paths, len(sequence.generated), self.limits)
+        self._put(partial(self._drafting.merge, sequence.drafts, base, paths, arrived), sequence)
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
@@ -141,21 +138,8 @@ class Intake(EngineState):
         Raises RequestError as `draft` does.
         """
         sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
-        self._merge(
-            sequence,
-            partial(check_tree, message, sequence.drafts.trie.position_of, sequence.generated, self.limits),
-            partial(self._drafting.merge_tree, sequence.drafts, message, arrived),
-        )
-
-    def _merge(self, sequence: SequenceState, check: Callable[[], None], merge: Callable[[], None]) -> None:
-        """Has a draft merged, unless its check refuses it for more than being stale."""
-        try:
-            check()
-        except RequestError as error:
-            if error.code == "stale_draft":  # even this shows how long the device takes to answer
-                self._put(merge, sequence)
-            raise
-        self._put(merge, sequence)
+        check_tree(message, len(sequence.generated), self.limits)
+        self._put(partial(self._drafting.merge_tree, sequence.drafts, message, arrived), sequence)
 
     def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
         """Ends a sequence early; does nothing if it is over."""

@@ -12,10 +12,9 @@ from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.rejection import Evidence, SparseDistribution
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.wire.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 T = TypeVar("T")
-_DEAD = -1
 _CACHES_QUEUED = 8
 """Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
 _MIN_QUEUED_TOKENS = 1 << 20
@@ -163,43 +162,17 @@ def _wrong_evidence(rule: Rule, found: str) -> RequestError:
     return RequestError("wrong_evidence", f"{found}; the rule {rule.value} expects {needed}")
 
 
-def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
-    """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
-    committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge
+def check_draft(base: int, paths: Sequence[Sequence[int]], committed: int, limits: ModelLimits) -> None:
+    """Raises RequestError `draft_ahead` or `token_out_of_range`. What contradicts the commits is for the merge."""
     check_base(base, committed)
-    overlap = committed - base
-    is_live = False
     for path in paths:
         _check_tokens(path, "paths", limits)
-        is_live = is_live or (len(path) > overlap and list(path[:overlap]) == list(generated[base:committed]))
-    if not is_live:
-        raise _stale(committed, "path")
 
 
-def check_tree(
-    message: TreeDraft, position_of: Callable[[int], int | None], generated: Sequence[int], limits: ModelLimits
-) -> None:
-    """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no node is of use.
-
-    position_of: tokens generated up to a numbered node of an earlier message; negative if the commits contradict it,
-    None if it is unknown.
-    """
-    committed = len(generated)  # grows meanwhile, as above
+def check_tree(message: TreeDraft, committed: int, limits: ModelLimits) -> None:
+    """Raises RequestError as `check_draft` does."""
     check_base(message.base, committed)
     _check_tokens(message.tokens, "the tree", limits)
-    if not message.tokens:
-        return  # nothing to verify, and not to be waited for
-    here: dict[int, int] = {}  # positions of this message's nodes
-    nodes = zip(message.tokens, message.parents, strict=True)
-    for number, (token, parent) in enumerate(nodes, start=message.first):
-        position = message.base if parent == ROOT else here.get(parent)
-        if position is None:
-            position = position_of(parent)
-        if position is None or position >= committed:
-            return  # it may be of use
-        is_right = position >= 0 and generated[position] == token
-        here[number] = position + 1 if is_right else _DEAD
-    raise _stale(committed, "node")
 
 
 def check_base(base: int, committed: int) -> None:
@@ -209,12 +182,6 @@ def check_base(base: int, committed: int) -> None:
             "draft_ahead",
             f"base is {base}, but {committed} tokens are committed; send the number of committed tokens received",
         )
-
-
-def _stale(committed: int, what: str) -> RequestError:
-    return RequestError(
-        "stale_draft", f"{committed} tokens are committed, and every {what} contradicts them or ends there", status=409
-    )
 
 
 def _check_tokens(tokens: Sequence[int], name: str, limits: ModelLimits) -> None:

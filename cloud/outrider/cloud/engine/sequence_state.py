@@ -15,8 +15,7 @@ from outrider.models.processors.chooser import TokenChooser
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence. The engine's thread owns it; other threads read `generated` (append-only) and ask
-    `DraftTrie.position_of`, nothing else.
+    """A sequence. The engine's thread owns it; other threads read `generated` (append-only), nothing else.
 
     computed: how many of the tokens have valid keys and values in `blocks`; always under len(tokens).
     hashes: chain hash of each full block of committed tokens that was registered or matched.

@@ -153,14 +153,6 @@ class DraftTrie:
                 del numbers[oldest]
         return deepest
 
-    def position_of(self, number: int) -> int | None:
-        """Tokens generated up to and including a numbered node; negative if it was dropped, None if it is unknown.
-
-        Any thread may ask; the answer may be old when it arrives.
-        """
-        node = self._numbers.get(number)
-        return None if node is None else node.position
-
     def _attach(self, parent: PendingNode, token: int, kind: int) -> PendingNode:
         """The child of a pending node or of the root, made if it is not there; GONE if there is no room."""
         children = parent.children

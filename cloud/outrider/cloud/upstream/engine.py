@@ -103,7 +103,7 @@ class CascadeEngine(ServingEngine):
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """As `ServingEngine.draft`; `base` counts confirmed tokens."""
         text = open_one(self._texts, sequence_id)
-        check_draft(base, paths, text.confirmed, self._limits)
+        check_draft(base, paths, len(text.confirmed), self._limits)
         self._post(lambda: text.mid.draft(base, paths))
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:

@@ -237,7 +237,10 @@ class MidRun:
         self._cancel("stop" if reason == "stop" else "cancelled")
 
     def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
-        """A device's paths, by the session's base."""
+        """A device's paths, by the session's base. Where the text contradicts all, those before are kept."""
+        known = self._confirmed[base:]
+        if not any(len(path) > len(known) and list(path[: len(known)]) == known for path in paths):
+            return
         base, paths = self._drafts.add_paths(base, paths)
         if paths:
             self._try(lambda number: self._engine.draft(number, base + self._shift, paths))

@@ -187,12 +187,7 @@ class VllmEngine(ServingEngine):
         """Adds guesses of what follows the first `base` committed tokens. Raises RequestError."""
         sequence = self._sequences.find(sequence_id)
         order = wire.PathsOrder(sequence_id, base, [list(path) for path in paths], time.monotonic())
-        try:
-            check_draft(base, paths, sequence.generated, self.limits)
-        except RequestError as error:
-            if error.code == "stale_draft":  # even a stale draft shows how long the device takes to answer
-                self._processes.send(order)
-            raise
+        check_draft(base, paths, len(sequence.generated), self.limits)
         if not self._processes.send(order):
             raise _not_taken()
 
@@ -200,16 +195,9 @@ class VllmEngine(ServingEngine):
         """Adds guesses as a part of a tree. Raises RequestError."""
         sequence = self._sequences.find(sequence_id)
         order = wire.TreeOrder(sequence_id, message, time.monotonic())
-        with sequence.drafting:
-            try:
-                check_tree(message, sequence.nodes.position_of, sequence.generated, self.limits)
-            except RequestError as error:
-                if error.code == "stale_draft" and self._processes.send(order):
-                    sequence.nodes.add(message)
-                raise
-            if not self._processes.send(order):
-                raise _not_taken()
-            sequence.nodes.add(message)
+        check_tree(message, len(sequence.generated), self.limits)
+        if not self._processes.send(order):
+            raise _not_taken()
 
     def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
         """Ends a sequence early; does nothing if it is over."""

@@ -18,7 +18,6 @@ from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, re
 from outrider.cloud.seam import EndEvent, GenerateRequest, SequenceEndReason, SequenceUsage, Sink
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.grammars import note_refusal
-from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.parked import KeptPrefixes
 from outrider.models.errors import RequestError
@@ -39,11 +38,6 @@ class OpenSequence:
     is_added: bool = False  # vLLM knows of it
     is_cancelled: bool = False
     due: asyncio.TimerHandle | None = None  # ends it at its deadline
-    nodes: NumberedNodes = field(init=False)
-    drafting: threading.Lock = field(default_factory=threading.Lock)  # guards `nodes`
-
-    def __post_init__(self) -> None:
-        self.nodes = NumberedNodes(self.generated)
 
     @property
     def num_ids(self) -> int:

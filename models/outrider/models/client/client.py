@@ -61,7 +61,8 @@ PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]
 _ASK: Headers = [*_JSON, *PLAIN]
 _NO_STORE = ("Cache-Control", "no-store")
-# A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
+# Older servers answer 409 to a draft that comes too late; the status alone is enough (RFC 7240): words would outweigh
+# the tokens.
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
 _TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
@@ -187,8 +188,8 @@ class VerifierClient(HttpEndpoint):
     async def post_drafts(self, session: str, message: DraftMessage) -> float:
         """Sends a draft message; returns, once it is acknowledged, the ms for which the server held that back.
 
-        Trees go up the session's long request while that works, else each is a POST /v1/sessions/{id}/drafts. A stale
-        draft is no error: newer commits are already on their way.
+        Trees go up the session's long request while that works, else each is a POST /v1/sessions/{id}/drafts. The 409
+        of an older server for a draft that comes too late is no error: newer commits are already on their way.
         """
         line = self._long_request(session)
         if line is not None and message.media_type == TREE_MEDIA_TYPE:

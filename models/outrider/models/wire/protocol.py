@@ -258,8 +258,8 @@ class DraftRequest(StrictMessage):
     """POST /v1/sessions/{id}/drafts: the device's guesses.
 
     base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
-    Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft`
-    when every path contradicts newer commits. An agent ignores that: those commits are on their way to it.
+    Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, also where newer commits
+    contradict every path: such a message changes nothing.
     """
 
     base: Integer = Field(ge=0, le=MAX_COUNT)
