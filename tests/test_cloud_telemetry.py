@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from functools import partial
 from importlib.metadata import version
+from typing import cast
 
 import httpx
 import pytest
@@ -17,7 +19,7 @@ from tests.serving import FakeServer, fake_tokenizer, open_session, run_session,
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.distributions import MAX_POSITIONS, Distributions, num_tested
-from outrider.cloud.engine import EngineConfig
+from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import EngineStats, Totals
 from outrider.models.http.logs import FORMATTERS, LogFormat
@@ -101,18 +103,20 @@ def test_distributions_cross_a_process_as_numbers() -> None:
 def test_a_session_shows_in_every_metric(server: FakeServer) -> None:
     """By vLLM's names: acceptance, waits, queue, batches. Others: test_cloud_server, which runs on vLLM too."""
 
-    def is_counted() -> bool:
-        """Whether nothing runs, and the last step is in all counts: its thread makes them one after the other."""
-        stats = server.core.engine.stats()
-        return server.is_empty() and stats.totals.steps == stats.distributions.step_tokens.count
+    def wait_for_counts() -> None:
+        """Until nothing runs, and the engine's thread, which counts a step at its end, is past the last one."""
+        server.wait_until(server.is_empty)
+        is_past = threading.Event()
+        cast(EngineThread, server.core.engine)._put(is_past.set)
+        assert is_past.wait(60)
 
-    server.wait_until(is_counted)
+    wait_for_counts()
     before = samples(server.url)
     tokens = target_tokens(PROMPT, 12)
     with httpx.Client(base_url=server.url) as client, open_session(client, BODY | {"patience_ms": 0}) as session:
         client.post(session.drafts, json={"base": 0, "paths": [tokens[:4]]})
         session.rest()
-    server.wait_until(is_counted)
+    wait_for_counts()
     after = samples(server.url)
     more = partial(grown_by, before, after)
     assert more("generation_tokens_total") == 12 and more("prompt_tokens_total") == len(PROMPT)

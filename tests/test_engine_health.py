@@ -230,6 +230,7 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
         assert client.get("/health/ready").status_code == 200
         is_broken.set()
         assert run_session(client, body).end.reason == "error"
+        server.wait_until(lambda: client.get("/health/ready").status_code == 503)  # a session ends before it is judged
         answer = client.get("/health/ready")
         assert (answer.status_code, ReadyAnswer.model_validate_json(answer.content).status) == (503, "failed")
         assert client.get("/health/live").status_code == 200
