@@ -36,6 +36,7 @@ from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
+from outrider.models.cache_folder import expanded
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable, TokenizerMismatch
@@ -156,7 +157,7 @@ def find_drafts(
             pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [open_draft_bundle(default_draft(choice))]
         else:
-            place = Path(draft).expanduser()
+            place = expanded(draft)
             _use_until_the_end(place)
             found.append(open_draft_bundle(place))
     return found
@@ -228,7 +229,7 @@ def other_tokenizer(
     name, fingerprint = ("the target", None) if served is None else (visible(served.name[:100]), served.tokenizer)
     named: Tokenizer | None = None
     if options.tokenizer is not None:
-        named = named_tokenizer(options.tokenizer.expanduser(), fingerprint, name)
+        named = named_tokenizer(expanded(options.tokenizer), fingerprint, name)
         fingerprint = named.fingerprint
     elif served is None:
         fingerprint = next((known for each in bundles if (known := _pulled_for(each, clouds)) is not None), None)
