@@ -342,6 +342,9 @@ def test_models_and_paths(local: LocalEndpoint) -> None:
     assert card["id"] == "fake" and card == get("/v1/models/fake").json()
     openai_answers.ModelCard.model_validate(card)
     assert get("/v1/models/other").status_code == 404
+    assert code_of(get("/v1/models/")) == (404, "model_not_found")
+    for path in ("/v1/chat/completions/", "/health/live/"):  # no redirect, which would be to what Host says
+        assert code_of(get(path)) == (404, "not_found")
     assert local.refusal(404, body(model="other")) == "model_not_found"
     assert code_of(get("/v1/nothing")) == (404, "not_found")
     assert code_of(get("/v1/completions")) == (405, "method_not_allowed")

@@ -122,6 +122,7 @@ def create_local_app(core: LocalCore) -> Starlette:
         )
         layers.insert(0, cors)  # outside, so that a page can read errors too
     app = Starlette(routes=[*local_routes(core), *watching_routes(core), *page], middleware=layers)
+    app.router.redirect_slashes = False  # to an address of the client's own making, by its Host
     install_error_handlers(app, PATHS_ARE)
     return app
 
@@ -156,7 +157,7 @@ class LocalServer(BoundedServer):
 
         A verifier that does not answer soon is looked at while texts are served.
         """
-        look = self._look = asyncio.create_task(look_at(self._core.upstream))
+        look = self._look = asyncio.create_task(look_at(self._core.upstream, self._core.settings.model))
         try:
             await asyncio.wait([look], timeout=LOOK_S)
             if look.done():
