@@ -99,7 +99,7 @@ def serve_local(options: ServeOptions) -> int:
                 options.allowed_origin,
                 is_keyless=not len(keys),
             ),
-            allowed_origins=tuple(origin.rstrip("/") for origin in options.allowed_origin),
+            allowed_origins=tuple(options.allowed_origin),
             any_user=options.any_user,
             shows_details=is_loopback(options.host),
             depth=options.depth,

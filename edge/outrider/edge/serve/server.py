@@ -30,7 +30,7 @@ from outrider.edge.serve.upstream import look_at
 from outrider.models.client import tracing
 from outrider.models.errors import OutriderError
 from outrider.models.http.errors import install_error_handlers
-from outrider.models.http.security import Gate, GatePaths
+from outrider.models.http.security import Gate, GatePaths, plain_origin
 from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
@@ -115,7 +115,7 @@ def create_local_app(core: LocalCore) -> Starlette:
     if settings.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=list(settings.allowed_origins),
+            allow_origins=list(map(plain_origin, settings.allowed_origins)),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # OpenAI's client sends X-Stainless-* of its own
             expose_headers=["Retry-After"],
