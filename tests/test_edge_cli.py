@@ -148,6 +148,8 @@ def test_an_agent_drafts_as_its_options_say() -> None:
         ({"mode": Mode.CLOUD_ONLY, "lookup": False}, r"--lookup or --no-lookup would have no effect"),
         ({"mode": Mode.CLOUD_ONLY, "depth": "4", "effort": Effort.LOW}, r"so --depth and --effort .* leave them out"),
         ({"mode": Mode.CLOUD_ONLY, "threads": 2}, r"so --threads would"),
+        ({"mode": Mode.CLOUD_ONLY, "same_tokenizer": True}, r"so --same-tokenizer would"),
+        ({"mode": Mode.STREAM, "runtime": "ngram", "threads": 2}, r"no model drafts, so --threads would"),
         ({"mode": Mode.STOP_AND_WAIT, "width": "1"}, r"stop-and-wait sends one path .*, so --width would"),
         ({"mode": Mode.STOP_AND_WAIT, "lookup": True}, r"so --lookup or --no-lookup would"),
         ({"width": "1", "lookup": True}, r"--width 1 drafts a single path, so --lookup or --no-lookup would"),

@@ -216,6 +216,9 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
             object.__setattr__(self, "api_key_file", expanded(self.api_key_file))
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
+        refuse_idle(self, is_loopback(self.host), f"{self.host} is reached from this machine only", "insecure_no_keys")
+        is_more = self.max_own is not None and self.max_own > self.max_requests
+        refuse_idle(self, is_more, f"--max-requests {self.max_requests} bounds all clients together", "max_own")
         if self.steady and not is_loopback(self.host):
             raise ConfigError(
                 f"--steady hides texts between this device and the verifier; what goes to clients beyond {self.host} "

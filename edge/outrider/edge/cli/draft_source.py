@@ -236,7 +236,7 @@ def other_tokenizer(
     others = [each.manifest for each in bundles if each.manifest.tokenizer_fingerprint != fingerprint]
     if fingerprint is None or not others:
         return None
-    if options.same_tokenizer:
+    if options.same_tokenizer and is_drafted:
         raise TokenizerMismatch(
             f"the draft's tokenizer is {others[0].tokenizer_fingerprint[:12]}, that of {name} is {fingerprint[:12]}; "
             "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped"

@@ -37,9 +37,11 @@ TREE: Final = ("width", "lookup")
 DRAFTS: Final = (
     *("runtime", "draft_device", "emulate_npu"),
     *TREE,
-    *("on_battery", "depth", "effort", "threads"),
+    *("on_battery", "depth", "effort", "threads", "same_tokenizer"),
 )
 """Options that have no effect where nothing drafts."""
+OF_MODELS: Final = ("threads", "draft_context", "max_drafting", "offline_ok", "same_tokenizer")
+"""Options that have no effect where no model drafts."""
 
 
 OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok", "steady", "model")
@@ -309,6 +311,8 @@ class DraftingOptions(PlaceOptions):
         """Raises ConfigError for typed options that have no effect beside one another."""
         refuse_idle(self, self.depth != "auto", f"--depth {self.depth} does not depend on times", "effort")
         refuse_idle_tree(self, self.width)
+        of_models = [name for name in OF_MODELS if hasattr(self, name)]
+        refuse_idle(self, self.choice.runtime == "ngram", "with --runtime ngram no model drafts", *of_models)
 
 
 @dataclass(frozen=True, kw_only=True)
