@@ -68,14 +68,15 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
     reader: by default, the terminal, or what is piped in.
     """
     agent_options(options)  # a wrong option is found before a model is loaded
+    notes = Notes(about)
     messages = load_chat(expanded(options.load)).messages if options.load is not None else []
     if reader is None:
         names = [name.partition(" ")[0] for name in COMMANDS]
         is_terminal = sys.stdin.isatty() and out.is_terminal
         history = expanded(options.history) if options.history is not None else None
-        reader = TerminalReader(history, names) if is_terminal else PipeReader()
+        reader = TerminalReader(history, names, notes.line) if is_terminal else PipeReader()
     with open_verifiers(options, about) as verifiers:
-        _chat_here(options, verifiers, messages, out, Notes(about), reader)
+        _chat_here(options, verifiers, messages, out, notes, reader)
 
 
 def _chat_here(
