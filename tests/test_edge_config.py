@@ -24,8 +24,6 @@ from outrider.edge.setup.settings import Settings
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 
-ROOT = Path(__file__).parent.parent
-
 
 def shown(outrider: Outrider, *arguments: str) -> dict[str, tuple[object, str, object]]:
     """Values, sources and places that `outrider config show` prints for a command with these flags."""
@@ -186,42 +184,6 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 1\r\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "bom.toml"))
     assert read_config().document == {"run": {"seed": 1}}
-
-
-@pytest.mark.parametrize(
-    ("words", "content", "variables"),
-    [
-        (["run", "x", "--draft=~nosuchuser/d"], "", {}),
-        (["run", "x", "--key-file=~nosuchuser/d"], "", {}),
-        (["chat", "--load=~nosuchuser/d"], "", {}),
-        (["serve", "--api-key-file=~nosuchuser/d"], "", {}),
-        (["run", "x"], "[run]\ndraft = '~nosuchuser/d'\n", {}),
-        (["run", "x"], "[[endpoint]]\nurl = 'https://a'\nkey_file = '~nosuchuser/d'\n", {}),
-        (["run", "x"], "", {"OUTRIDER_CONFIG": "~nosuchuser/d"}),
-        (["doctor"], "", {"OUTRIDER_CACHE": "~nosuchuser/d"}),
-    ],
-)
-def test_a_home_directory_of_nobody_is_one_clear_line(
-    config: Path,
-    outrider: Outrider,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    content: str,
-    variables: dict[str, str],
-) -> None:
-    """Wherever a path comes from."""
-    config.write_text(content, encoding="utf-8")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    shown = outrider(*words, code=2).err
-    assert shown == "error: ~nosuchuser/d cannot be used: ~nosuchuser is no known home directory; name the whole path\n"
-
-
-def test_every_path_in_a_home_directory_is_expanded_in_one_place() -> None:
-    """pathlib's own way ends in a RuntimeError, which no command takes for a mistake of its user's."""
-    parts = [file for part in ("edge", "export", "cloud", "models") for file in (ROOT / part).rglob("*.py")]
-    found = {file.name for file in parts if "expanduser" in file.read_text(encoding="utf-8")}
-    assert found == {"cache_folder.py"} and len(parts) > 300
 
 
 def test_the_example_names_every_option_and_is_never_written_twice(config: Path, outrider: Outrider) -> None:
