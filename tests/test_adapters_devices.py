@@ -169,14 +169,21 @@ def test_the_local_endpoint_passes_the_name_on(cloud: FakeServer) -> None:
         assert not cloud.core.sessions
 
 
-def test_the_local_endpoint_may_have_a_model_of_its_own(cloud: FakeServer) -> None:
-    """`outrider serve --model`: of requests that name none; the first one that is listed."""
+def test_the_local_endpoint_may_have_a_model_of_its_own(cloud: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """`outrider serve --model`: of requests that name none; the first one that is listed. A wrong one is said at the
+    start, and keeps the others from nothing.
+    """
     settings = LocalSettings(model="sql")
     with serve_local(cloud.url, settings) as local, httpx.Client(base_url=local.url, timeout=30.0) as client:
         assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["sql", "fake", "law/v2"]
         for body, target in (({}, ADAPTERS["sql"]), ({"model": "fake"}, cloud.core.model.target)):
             answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **body}).json()
             assert answer["system_fingerprint"] == target
+    with serve_local(cloud.url, LocalSettings(model="typo")) as local, httpx.Client(base_url=local.url) as client:
+        assert "--model is typo, and fake has no such model: requests that name none get 404" in caplog.text
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["fake", "sql", "law/v2"]
+        assert client.get("/v1/models/sql").json()["parent"] == "fake"
+        assert code_of(client.post("/v1/completions", json={"prompt": "a"})) == (404, "model_not_found")
 
 
 def test_an_answer_without_the_cloud_is_verified_by_the_model_that_it_was_for(cloud: FakeServer) -> None:

@@ -31,7 +31,7 @@ from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.store import tokenizers
 from outrider.edge.store.tokenizers import fetch_tokenizer, last_tokenizer, target_tokenizer
 from outrider.models.client.client import ClientOptions
-from outrider.models.errors import BundleError, TokenizerError, TokenizerMismatch
+from outrider.models.errors import BundleError, ConfigError, TokenizerError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.mapped_sequence import MappedSequence
 from outrider.models.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def test_a_server_that_shares_no_tokenizer(place: Path, tmp_path: Path, outrider
 
 
 def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both map, too; `chat` refuses with --same-tokenizer."""
+    """Both map, too; `chat` refuses with --same-tokenizer, which needs a draft."""
     (out, text), (about, said) = screen(), screen()
     draft = [str(place / "cpu")]
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
@@ -119,6 +119,8 @@ def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.Mon
     assert len(text.getvalue().strip()) > 2 and "its tokens are mapped" in said.getvalue()
     with pytest.raises(TokenizerMismatch, match=r"leave out --same-tokenizer"):
         chat_here(ChatOptions(cloud=[server.url], draft=draft, same_tokenizer=True), out, about, PipeReader())
+    with pytest.raises(ConfigError, match="nothing drafts with --no-drafts, so --same-tokenizer would have no effect"):
+        ChatOptions(drafts=False, same_tokenizer=True)
     core = opened_core(ServeOptions(cloud=[server.url], draft=draft, max_requests=2), about)
     assert core.fingerprint == fake_tokenizer().fingerprint and core.drafts.max_sequences == 2
     with core.drafts.lend(b"", [1, 2]) as loan:

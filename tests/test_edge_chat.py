@@ -1,4 +1,4 @@
-"""Tests conversations: ids that are kept, prefixes that a server holds, turns that are dropped.
+"""Tests conversations: ids that are kept, prefixes that a server holds, turns that are dropped, files of saved ones.
 
 A real verifier on a loopback port speaks the fake language, token by token.
 """
@@ -19,7 +19,7 @@ from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import TURNS_TEMPLATE, FakeServer, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.chat.conversation import Conversation, continued, read_facts
-from outrider.edge.chat.messages import Message, save_chat
+from outrider.edge.chat.messages import Message, load_chat, save_chat
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stream import StreamAgent
@@ -325,3 +325,25 @@ async def test_an_older_server_without_rendering_is_named(server: FakeServer) ->
     async with conversing(server.url, Recorded(refusing("/v1/render", "no such route", 404))) as conversation:
         with pytest.raises(CloudError, match="renders no conversations"):
             await conversation.answer("one", SAMPLED, 4)
+
+
+def test_saved_chats_are_checked(tmp_path: Path) -> None:
+    """Another file is never replaced or taken for a chat."""
+    messages = [Message(role="user", content="é\x1b"), Message(role="assistant", content="\ud7ff")]
+    path = tmp_path / "chat.json"
+    save_chat(path, messages, "fake")
+    save_chat(path, messages[:1], "fake")
+    assert load_chat(path).messages == messages[:1] and list(tmp_path.iterdir()) == [path]
+    for text in ("", "{}", '{"format": "outrider-chat", "messages": [{"role": "tool", "content": ""}]}', "\x00"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="is no saved chat: "):
+            load_chat(path)
+        with pytest.raises(ConfigError, match="exists and is no saved chat; choose another name"):
+            save_chat(path, messages, "fake")
+    system = [messages[0], Message(role="system", content="late")]
+    path.unlink()
+    save_chat(path, system, "fake")
+    with pytest.raises(ConfigError, match="a system message stands after others"):
+        load_chat(path)
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        save_chat(tmp_path / "nowhere" / "chat.json", messages, "fake")

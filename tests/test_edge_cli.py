@@ -73,6 +73,35 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(outrider: Outrider, options
     assert shown.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "content", "variables"),
+    [
+        (["run", "x", "--draft=~nosuchuser/d"], "", {}),
+        (["run", "x", "--key-file=~nosuchuser/d"], "", {}),
+        (["chat", "--load=~nosuchuser/d"], "", {}),
+        (["serve", "--api-key-file=~nosuchuser/d"], "", {}),
+        (["run", "x"], "[run]\ndraft = '~nosuchuser/d'\n", {}),
+        (["run", "x"], "[[endpoint]]\nurl = 'https://a'\nkey_file = '~nosuchuser/d'\n", {}),
+        (["run", "x"], "", {"OUTRIDER_CONFIG": "~nosuchuser/d"}),
+        (["doctor"], "", {"OUTRIDER_CACHE": "~nosuchuser/d"}),
+    ],
+)
+def test_a_home_directory_of_nobody_is_one_clear_line(
+    config: Path,
+    outrider: Outrider,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    content: str,
+    variables: dict[str, str],
+) -> None:
+    """Wherever a path comes from."""
+    config.write_text(content, encoding="utf-8")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    shown = outrider(*words, code=2).err
+    assert shown == "error: ~nosuchuser/d cannot be used: ~nosuchuser is no known home directory; name the whole path\n"
+
+
 def test_exporting_without_its_packages_is_answered_with_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -148,6 +177,8 @@ def test_an_agent_drafts_as_its_options_say() -> None:
         ({"mode": Mode.CLOUD_ONLY, "lookup": False}, r"--lookup or --no-lookup would have no effect"),
         ({"mode": Mode.CLOUD_ONLY, "depth": "4", "effort": Effort.LOW}, r"so --depth and --effort .* leave them out"),
         ({"mode": Mode.CLOUD_ONLY, "threads": 2}, r"so --threads would"),
+        ({"mode": Mode.CLOUD_ONLY, "same_tokenizer": True}, r"so --same-tokenizer would"),
+        ({"mode": Mode.STREAM, "runtime": "ngram", "threads": 2}, r"no model drafts, so --threads would"),
         ({"mode": Mode.STOP_AND_WAIT, "width": "1"}, r"stop-and-wait sends one path .*, so --width would"),
         ({"mode": Mode.STOP_AND_WAIT, "lookup": True}, r"so --lookup or --no-lookup would"),
         ({"width": "1", "lookup": True}, r"--width 1 drafts a single path, so --lookup or --no-lookup would"),

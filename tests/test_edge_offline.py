@@ -244,6 +244,9 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
             verify = "/v1/outrider/verify"
             document = local.post(body(model="fake"))
             assert document["model"] == "a-fake-draft"
+            (card,) = httpx.get(f"{local.url}/v1/models").json()["data"]
+            assert card["id"] == "a-fake-draft" and card["max_model_len"] == 4096
+            assert httpx.get(f"{local.url}/v1/models/a-fake-draft").json() == card
             (choice,) = document["choices"]
             assert choice["outrider"] == {"verified": False, "unverified_tokens": 48}
             streamed = chunks_of(httpx.post(f"{local.url}/v1/completions", json=body(stream=True), timeout=30.0))
@@ -270,6 +273,8 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
                 (online,) = local.post(body())["choices"]
                 assert online["text"] == expected() and "outrider" not in online
                 local.wait_until(local.is_at_rest)
+            assert local.post(body())["choices"][0]["outrider"] == {"verified": False, "unverified_tokens": 48}
+            assert not httpx.get(f"{local.url}/v1/outrider/info").json()["is_up"]  # the next text tries no session
 
 
 def test_an_unverified_answer_is_its_own_clients() -> None:

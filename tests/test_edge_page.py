@@ -15,7 +15,7 @@ from tests.chromium import CTRL, SHIFT, Browser, Page
 from tests.commands import KEY
 from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import PROMPT, LocalEndpoint, serve_local
-from tests.serving import FakeServer, code_of, fake_tokenizer, serve_fake
+from tests.serving import FakeServer, StepGate, code_of, fake_tokenizer, serve_fake
 from tests.test_edge_page_events import ask, completion, events_of, tokens_of
 
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
@@ -87,6 +87,49 @@ def test_the_page_by_keyboard_alone(local: LocalEndpoint, browser: Browser) -> N
     local.wait_until(local.is_at_rest)
 
 
+def test_stop_always_stops_and_nothing_typed_is_lost(browser: Browser) -> None:
+    """Also with an empty box. A message that got no answer comes back before what was typed since, in its own mode."""
+    gate = StepGate()
+    with (
+        serve_fake(gate=gate) as cloud,
+        serve_local(cloud.url, LocalSettings(depth="8")) as own,
+        opened(browser, own.url) as page,
+    ):
+
+        def ask_for(words: str) -> None:
+            fill(page, prompt=words)
+            page.js("document.getElementById('go').click()")
+            page.wait("document.querySelector('.caret') && document.getElementById('go').textContent === 'Stop'")
+
+        page.js("document.getElementById('chat').click()")
+        fill(page, max_tokens=400, seed=5)
+        for number, (since, kept) in enumerate((("", "one"), ("two", "one\ntwo")), 1):
+            ask_for("one")
+            fill(page, prompt=since)
+            page.js("document.getElementById('go').click()")
+            runs(page, number)
+            assert text_of(page, "status") == "Stopped."
+            assert page.js("document.getElementById('prompt').value") == kept
+        ask_for("one")
+        page.js("document.querySelector('[value=prompt]').click()")
+        fill(page, prompt="a prompt")
+        page.js("document.getElementById('go').click()")
+        runs(page, 3)
+        assert page.js("document.getElementById('prompt').value") == "a prompt"
+        page.js("document.getElementById('chat').click()")
+        assert page.js("document.getElementById('prompt').value") == "one"
+        ask_for("one")
+        gate.allow(8)
+        page.wait("document.querySelector('.turn:last-child .origin-draft, .turn:last-child .origin-target')")
+        page.js("document.getElementById('go').click()")
+        runs(page, 4)
+        assert text_of(page, "status") == "Stopped." and page.js("document.getElementById('prompt').value") == ""
+        page.js("document.getElementById('go').click()")  # nothing to send is still refused
+        assert page.js("document.getElementById('prompt').matches(':invalid') && !document.querySelector('.caret')")
+        gate.open()
+        own.wait_until(own.is_at_rest)
+
+
 def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: Browser) -> None:
     """With --offline-ok. Once a cloud answers, a button has the target check the text, in a chat too."""
     port = free_port()
@@ -103,12 +146,18 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
         assert "24 tokens are unverified." in text_of(page, "status")
         assert page.js("document.querySelectorAll('.origin-unverified').length") > 1  # the legend has one
         assert page.js("document.getElementById('unverified').checkVisibility()")
+        page.js("document.getElementById('new').click()")  # the old conversation does not come back
+        assert not page.js("document.getElementById('unverified').checkVisibility()")
+        fill(page, prompt=PROMPT)
+        page.js("document.getElementById('go').click()")
+        runs(page, 2)
         page.js("document.getElementById('verify').click()")
-        page.wait("document.body.dataset.runs === '2'")
+        page.wait("document.body.dataset.runs === '3'")
         assert text_of(page, "error") and page.js("document.getElementById('unverified').checkVisibility()")
         with proxy_to(cloud.url, listen_port=port):
             page.js("document.getElementById('verify').click()")
-            runs(page, 3)
+            runs(page, 4)
+            page.wait("document.getElementById('model').textContent === 'fake'")
             assert not page.js("document.getElementById('unverified').checkVisibility()")
             messages = [{"role": "user", "content": PROMPT}]
             expected = events_of(ask(own, prompt=None, messages=messages, max_tokens=24))
@@ -154,6 +203,10 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(cloud: FakeServer, browser: 
         assert ask(own).status_code == httpx.get(f"{own.url}/v1/outrider/info").status_code == 401
         with opened(browser, own.url, complaints=2) as page:  # the answers 401 are in the console
             assert page.js("document.activeElement.id") == "key" and text_of(page, "model") == "…"
+            page.type("a-k\u00e9y-\u2019of-the-device")
+            page.press("Enter")
+            page.wait("document.getElementById('error').textContent.includes('beyond ASCII')")
+            page.js("document.getElementById('key').select()")
             page.type("a-wrong-key-of-the-device")
             page.press("Enter")
             page.wait("document.getElementById('error').textContent.includes('not accepted')")

@@ -20,6 +20,7 @@ from tests.raw_server import NOT_FOUND, RawServer, raw_server, writes
 from tests.serving import TURNS_TEMPLATE, FakeServer, serve_fake
 from tests.test_edge_terminal import chat
 
+from outrider.edge.cli.command_options import ServeOptions
 from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
@@ -281,6 +282,7 @@ def test_a_home_directory_that_no_shell_has_expanded(
     assert outrider("pull", "--server", server.url, "--to=~/draft").out.strip() == str(tmp_path / "draft")
     (found,) = find_drafts(["~/draft"], AS_BUNDLED, [], Notes(screen()[0]))
     assert found.path == tmp_path / "draft" and not (tmp_path / "~").exists()
+    assert ServeOptions(api_key_file=Path("~/keys")).api_key_file == tmp_path / "keys"
     with serve_fake(chat_template=TURNS_TEMPLATE) as chatting:
         chat(chatting.url, "/save", load=Path("~/chat.json"))
     assert (tmp_path / "chat.json").is_file()

@@ -86,14 +86,21 @@ def test_a_key_opens_no_route_to_a_page_of_another_site(cloud: FakeServer) -> No
 def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
     """A page of an allowed origin may ask and read answers, errors too."""
     origin = "https://chat.example.com"
-    pages = PagePolicy(is_keyless=True, allowed_origins=[origin])
-    with serve_local(cloud.url, LocalSettings(pages=pages, allowed_origins=(origin,))) as local:
+    given = f"{origin.replace('chat', 'Chat')}:443/"  # as a browser would not write it
+    pages = PagePolicy(is_keyless=True, allowed_origins=[given])
+    with serve_local(cloud.url, LocalSettings(pages=pages, allowed_origins=(given,))) as local:
         # Also what OpenAI's client adds in a page.
         named = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": named}
         preflight = httpx.options(f"{local.url}/v1/completions", headers={"Origin": origin, **asked})
         assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == origin
-        for each in ("https://other.example.com", "null", f"{origin}.evil.example", "http://chat.example.com"):
+        for each in (
+            "https://other.example.com",
+            "null",
+            f"{origin}.evil.example",
+            "http://chat.example.com",
+            f"{origin}:4443",
+        ):
             other = httpx.options(f"{local.url}/v1/completions", headers={"Origin": each, **asked})
             assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
             assert code_of(httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": each}))[0] == 403
@@ -342,6 +349,9 @@ def test_models_and_paths(local: LocalEndpoint) -> None:
     assert card["id"] == "fake" and card == get("/v1/models/fake").json()
     openai_answers.ModelCard.model_validate(card)
     assert get("/v1/models/other").status_code == 404
+    assert code_of(get("/v1/models/")) == (404, "model_not_found")
+    for path in ("/v1/chat/completions/", "/health/live/"):  # no redirect, which would be to what Host says
+        assert code_of(get(path)) == (404, "not_found")
     assert local.refusal(404, body(model="other")) == "model_not_found"
     assert code_of(get("/v1/nothing")) == (404, "not_found")
     assert code_of(get("/v1/completions")) == (405, "method_not_allowed")

@@ -150,16 +150,38 @@ def test_keys_of_clients_are_read_again(
 
 
 def test_typed_options_without_effect_are_refused(config: Path, started: Started, outrider: Outrider) -> None:
-    """By name, as in `outrider run`."""
+    """By name, as in `outrider run`; not what the configuration says for every start."""
+    keyed = ["--api-key-file", str(key_file(config.parent))]
     for options, message in (
         (["--depth", "4", "--effort", "low"], "--depth 4 does not depend on times, so --effort"),
         (["--width", "1", "--lookup"], "--width 1 drafts a single path, so --lookup or --no-lookup"),
         (["--runtime", "ngram", "--no-lookup"], "nothing but lookup drafts"),
         (["--runtime", "ngram", "--draft-device", "gpu.1"], "no device runs it"),
+        (
+            ["--runtime", "ngram", "--threads", "2", "--offline-ok"],
+            "no model drafts, so --threads and --offline-ok would",
+        ),
+        (
+            ["--runtime", "ngram", "--draft-context", "9", "--max-drafting", "2"],
+            "so --draft-context and --max-drafting",
+        ),
+        (
+            ["--insecure-no-keys"],
+            "127.0.0.1 is reached from this machine only, so --insecure-no-keys would have no effect",
+        ),
+        (["--max-own", "5", "--max-requests", "4"], "--max-requests 4 bounds all clients together, so --max-own would"),
+        (["--any-user", *keyed], "clients must send a key, so --any-user would have no effect"),
+        (["--insecure-no-keys", "--host", "0.0.0.0", *keyed], "clients must send a key, so --insecure-no-keys would"),
         (["--delta", "1"], "No such option '--delta'. Every text is exactly the target's"),
     ):
         assert message in outrider("serve", *options, code=2).err
     assert started.cores == []
+    config.write_text(
+        "[serve]\nport = 0\nmax_own = 9\noffline_ok = true\nthreads = 2\nany_user = true\n", encoding="utf-8"
+    )
+    draft = str(make_draft(config.parent / "draft").path)
+    outrider("serve", *keyed, "--max-requests", "4", "--runtime", "ngram", "--draft", draft, "--cloud", nowhere())
+    assert started.cores[0].offline is None  # copied passages are no text
 
 
 def test_a_verifier_that_never_answers_delays_the_start_little(

@@ -86,9 +86,9 @@ def test_times_count_from_a_requests_arrival(local: LocalEndpoint, monkeypatch: 
     """As the cloud's: with what is asked of the verifier before the text begins."""
     facts, metrics = local.core.upstream.facts, local.core.metrics
 
-    async def slow() -> ModelFacts:
+    async def slow(**how: bool) -> ModelFacts:
         await asyncio.sleep(0.2)
-        return await facts()
+        return await facts(**how)
 
     monkeypatch.setattr(local.core.upstream, "facts", slow)
     page = {"prompt": SECRET, "max_tokens": 1, "seed": 5}

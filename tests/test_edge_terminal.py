@@ -26,7 +26,6 @@ from tests.tiny_models import make_chat_pair
 from tests.waiting import run
 
 from outrider.edge.chat.conversation import Conversation
-from outrider.edge.chat.messages import Message, load_chat, save_chat
 from outrider.edge.cli import chat as chat_module
 from outrider.edge.cli.chat import ChatScreen, chat_here
 from outrider.edge.cli.command_options import ChatOptions
@@ -107,6 +106,7 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
         *("/stats", "/stats -v", "/stats all"),
         *("/seed", "/seed 77", "/seed x"),
         *("/clear", "/save", "/nonsense", "/sta"),
+        *("/save ~nosuchuser/x", "/load ~nosuchuser/y", f"/save {'x' * 300}", "/save a\0b", "/load a\0c"),
         f"/load {tmp_path / 'missing'}",
         f"/load {path}",
         "/system",
@@ -128,6 +128,11 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
         "seed 77\n",
         "error: the seed is 'x'; expected a number",
         "cleared",
+        "error: ~nosuchuser/x cannot be used",
+        "error: ~nosuchuser/y cannot be used",
+        "error: the chat cannot be saved to xxx",
+        "error: the chat cannot be saved to a\\x00b: embedded null byte",
+        "error: a\\x00c cannot be read: embedded null byte",
         "error: no such command /nonsense; /help lists them",
         "error: no such command /sta; did you mean /stats?",
         "name a chat that /save wrote",
@@ -185,28 +190,6 @@ def test_an_error_ends_an_answer_and_not_the_chat(server: FakeServer) -> None:
         chat(server.url, "x" * (2 << 20), "one")
 
 
-def test_saved_chats_are_checked(tmp_path: Path) -> None:
-    """Another file is never replaced or taken for a chat."""
-    messages = [Message(role="user", content="é\x1b"), Message(role="assistant", content="\ud7ff")]
-    path = tmp_path / "chat.json"
-    save_chat(path, messages, "fake")
-    save_chat(path, messages[:1], "fake")
-    assert load_chat(path).messages == messages[:1] and list(tmp_path.iterdir()) == [path]
-    for text in ("", "{}", '{"format": "outrider-chat", "messages": [{"role": "tool", "content": ""}]}', "\x00"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="is no saved chat: "):
-            load_chat(path)
-        with pytest.raises(ConfigError, match="exists and is no saved chat; choose another name"):
-            save_chat(path, messages, "fake")
-    system = [messages[0], Message(role="system", content="late")]
-    path.unlink()
-    save_chat(path, system, "fake")
-    with pytest.raises(ConfigError, match="a system message stands after others"):
-        load_chat(path)
-    with pytest.raises(ConfigError, match="cannot be saved"):
-        save_chat(tmp_path / "nowhere" / "chat.json", messages, "fake")
-
-
 async def test_a_pipe_is_read_as_utf_8_whatever_the_system_s_code_page() -> None:
     """Windows would read it in its own; what is no UTF-8 is an error and no other text."""
 
@@ -225,10 +208,14 @@ async def test_a_pipe_gives_a_message_per_line() -> None:
 
 
 async def test_the_editor_takes_several_lines_and_keeps_a_history(tmp_path: Path) -> None:
-    """Enter sends; Alt-Enter and a backslash begin a line; the arrow goes back; Ctrl-C and Ctrl-D are told apart."""
+    """Enter sends; Alt-Enter and a backslash begin a line; the arrow goes back; Ctrl-C and Ctrl-D are told apart.
+
+    A history that can be written no more is said once, and goes on in memory.
+    """
     history = tmp_path / "history"
     with create_pipe_input() as keys:
-        reader = TerminalReader(history, ["/help"], input=keys, output=DummyOutput())
+        notes = list[str]()
+        reader = TerminalReader(history, ["/help"], notes.append, input=keys, output=DummyOutput())
         for typed, read in (
             ("one\r", "one"),
             ("two\x1b\rmore\r", "two\nmore"),
@@ -237,12 +224,18 @@ async def test_the_editor_takes_several_lines_and_keeps_a_history(tmp_path: Path
         ):
             keys.send_text(typed)
             assert await reader.read() == read
+        assert stat.S_IMODE(history.stat().st_mode) == 0o600 and "+one" in history.read_text()
+        history.unlink()
+        history.mkdir()
+        for typed, read in (("five\r", "five"), ("six\r", "six"), ("\x1b[A\x1b[A!\r", "five!")):
+            keys.send_text(typed)
+            assert await reader.read() == read
+        assert notes == [f"--history {history} takes no more (Is a directory): the rest ends with this chat."]
         keys.send_text("half\x03")
         with pytest.raises(KeyboardInterrupt):
             await reader.read()
         keys.send_text("\x04")
         assert await reader.read() is None
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600 and "+one" in history.read_text()
     with pytest.raises(ConfigError, match="cannot be written"):
         TerminalReader(tmp_path / "nowhere" / "history", [])
 

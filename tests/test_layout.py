@@ -225,6 +225,12 @@ def test_no_imports_go_in_a_circle(part: str) -> None:
     assert not waiting, f"in a circle: {sorted(waiting)}"
 
 
+def test_every_path_in_a_home_directory_is_expanded_in_one_place() -> None:
+    """pathlib's own way ends in a RuntimeError, which no command takes for a mistake of its user's."""
+    found = {path.name for part in PARTS for path in sources(part) if "expanduser" in path.read_text(encoding="utf-8")}
+    assert found == {"cache_folder.py"}
+
+
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [

@@ -19,6 +19,7 @@ import typer
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.models.bundle.reference_export import REFERENCE
+from outrider.models.cache_folder import expanded
 from outrider.models.errors import ConfigError
 from outrider.models.http.logs import LogFormat
 from outrider.models.ingress.connections import ConnectionLimits
@@ -69,7 +70,7 @@ def _fit(ctx: click.Context, file: Path, option: click.Option, given: Any) -> An
     if not isinstance(items, list) or not all(has_kind(each, option) for each in items):
         raise ConfigError(f"{file}: {option.name} is {given!r}; expected {expected}")
     if isinstance(option.type, click.Path):
-        items = [str(file.parent / Path(each).expanduser()) for each in items]
+        items = [str(file.parent / expanded(each)) for each in items]
     if option.name == "lora":
         items = [placed_lora(each, file.parent) for each in items]
     fitting = items if option.multiple else items[0]
@@ -83,7 +84,7 @@ def _fit(ctx: click.Context, file: Path, option: click.Option, given: Any) -> An
 def placed_lora(text: str, root: Path) -> str:
     """A value of --lora whose relative directory begins at `root`."""
     name, separator, directory = text.partition("=")
-    return f"{name}{separator}{root / Path(directory).expanduser()}" if directory else text
+    return f"{name}{separator}{root / expanded(directory)}" if directory else text
 
 
 class EngineName(StrEnum):

@@ -123,16 +123,16 @@ def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:
     """
     if len(messages) > MAX_MESSAGES:
         raise ConfigError(f"{len(messages)} messages are more than {MAX_MESSAGES}; the next turn drops the oldest")
-    if path.exists():
-        try:
-            load_chat(path)
-        except ConfigError:
-            raise ConfigError(f"{path} exists and is no saved chat; choose another name") from None
     saved = SavedChat(model=model, messages=list(messages))
     try:
+        if path.exists():  # raises, too, where a directory may not be searched
+            try:
+                load_chat(path)
+            except ConfigError:
+                raise ConfigError(f"{path} exists and is no saved chat; choose another name") from None
         write_private(path, f"{saved.model_dump_json(indent=2)}\n".encode())
-    except OSError as error:
-        raise ConfigError(f"the chat cannot be saved to {path}: {error.strerror}; choose another place") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the chat cannot be saved to {path}: {_why(error)}; choose another place") from None
 
 
 def load_chat(path: Path) -> SavedChat:
@@ -140,8 +140,8 @@ def load_chat(path: Path) -> SavedChat:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a chat that /save wrote") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {_why(error)}; name a chat that /save wrote") from None
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB; name a chat that /save wrote")
     try:
@@ -155,3 +155,8 @@ def load_chat(path: Path) -> SavedChat:
             f"{path} is no saved chat: a system message stands after others; name a chat that /save wrote"
         )
     return saved
+
+
+def _why(error: OSError | ValueError) -> str:
+    """In words. A ValueError is of a name with a NUL, which can be pasted."""
+    return str(error.strerror if isinstance(error, OSError) else error)

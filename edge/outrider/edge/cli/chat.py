@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -41,6 +40,7 @@ from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.assemble import OpenDraft, make_agent, make_depth
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
+from outrider.models.cache_folder import expanded
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.picks.sampling import MAX_SEED
@@ -68,14 +68,15 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
     reader: by default, the terminal, or what is piped in.
     """
     agent_options(options)  # a wrong option is found before a model is loaded
-    messages = load_chat(options.load.expanduser()).messages if options.load is not None else []
+    notes = Notes(about)
+    messages = load_chat(expanded(options.load)).messages if options.load is not None else []
     if reader is None:
         names = [name.partition(" ")[0] for name in COMMANDS]
         is_terminal = sys.stdin.isatty() and out.is_terminal
-        history = options.history.expanduser() if options.history is not None else None
-        reader = TerminalReader(history, names) if is_terminal else PipeReader()
+        history = expanded(options.history) if options.history is not None else None
+        reader = TerminalReader(history, names, notes.line) if is_terminal else PipeReader()
     with open_verifiers(options, about) as verifiers:
-        _chat_here(options, verifiers, messages, out, Notes(about), reader)
+        _chat_here(options, verifiers, messages, out, notes, reader)
 
 
 def _chat_here(
@@ -137,7 +138,7 @@ class ChatScreen:
     ) -> None:
         self._options = options
         self._params = options.params
-        self._file = options.load.expanduser() if options.load is not None else None
+        self._file = expanded(options.load) if options.load is not None else None
         self._drafted_by = drafted_by
         self._out = out
         self._notes = notes
@@ -270,7 +271,7 @@ class ChatScreen:
         )
 
     def _save(self, conversation: Conversation, rest: str) -> None:
-        path = Path(rest).expanduser() if rest else self._file
+        path = expanded(rest) if rest else self._file
         if path is None:
             raise ConfigError("/save needs a name: /save FILE")
         save_chat(path, conversation.messages, conversation.model)
@@ -280,7 +281,7 @@ class ChatScreen:
     def _load(self, conversation: Conversation, rest: str) -> None:
         if not rest:
             raise ConfigError("/load needs a name: /load FILE")
-        path = Path(rest).expanduser()
+        path = expanded(rest)
         saved, self._file = load_chat(path), path
         conversation.replace(list(saved.messages), "another conversation was loaded")
         self._tell(f"{counted(len(turns_of(saved.messages)), 'turn')}, with {saved.model or 'a target without a name'}")

@@ -33,6 +33,7 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftRuntime
 from outrider.edge.drafting.depth import Effort
 from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, WIDENED_MB
+from outrider.models.cache_folder import expanded
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.picks.sampling import SamplingParams
@@ -211,8 +212,13 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._choose_verifier()
+        if self.api_key_file is not None:
+            object.__setattr__(self, "api_key_file", expanded(self.api_key_file))
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
+        refuse_idle(self, is_loopback(self.host), f"{self.host} is reached from this machine only", "insecure_no_keys")
+        is_more = self.max_own is not None and self.max_own > self.max_requests
+        refuse_idle(self, is_more, f"--max-requests {self.max_requests} bounds all clients together", "max_own")
         if self.steady and not is_loopback(self.host):
             raise ConfigError(
                 f"--steady hides texts between this device and the verifier; what goes to clients beyond {self.host} "
@@ -227,7 +233,7 @@ def refuse_one_file(verifiers: str | Path | None, clients: Path | None) -> None:
     """
     if verifiers is None or clients is None:
         return
-    one, other = Path(verifiers).expanduser().resolve(), clients.expanduser().resolve()
+    one, other = expanded(verifiers).resolve(), expanded(clients).resolve()
     if one == other:
         raise ConfigError(
             f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that "

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
@@ -33,7 +32,7 @@ from outrider.edge.setup.settings import settings_here
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.reference_export import AUTO, DEFAULT_VERIFIER_URL, REFERENCE
-from outrider.models.cache_folder import default_cache_dir
+from outrider.models.cache_folder import default_cache_dir, expanded
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.process.command_line import print_line, takes_options
 from outrider.models.visible import visible
@@ -101,7 +100,7 @@ def doctor(options: DoctorOptions) -> None:
     if source_of("cloud") is ParameterSource.DEFAULT and (target := configured_target()) is not None:
         urls = []
         configuration.append(ok("cloud", f"none is asked: commands run the verifier here, since target is {target}"))
-    others = [Path(each).expanduser() for each in options.draft[1:] if each not in (AUTO, REFERENCE)]
+    others = [expanded(each) for each in options.draft[1:] if each not in (AUTO, REFERENCE)]
     configuration += [check_bundle(each, is_used=True)[0] for each in others]
     patient = Patient(urls, options.draft[0], default_cache_dir(), keys, options.choice, options.threads, configuration)
     console, found = Console(), []
@@ -140,7 +139,7 @@ def draft_for_npu(named: str, choice: DraftChoice) -> Bundle | str:
     from outrider.edge.modes.assemble import open_draft_bundle
 
     if named not in (AUTO, REFERENCE):
-        bundle = open_draft_bundle(Path(named).expanduser())
+        bundle = open_draft_bundle(expanded(named))
         place_draft(bundle.manifest, DraftChoice(emulate_npu=True))  # whether it may; not whether an NPU is here
         return bundle
     pulled = [each for each in Shelf().drafts() if named == AUTO and each.bundle.manifest.device == "npu"]

@@ -36,6 +36,7 @@ from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
+from outrider.models.cache_folder import expanded
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable, TokenizerMismatch
@@ -156,7 +157,7 @@ def find_drafts(
             pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [open_draft_bundle(default_draft(choice))]
         else:
-            place = Path(draft).expanduser()
+            place = expanded(draft)
             _use_until_the_end(place)
             found.append(open_draft_bundle(place))
     return found
@@ -228,14 +229,14 @@ def other_tokenizer(
     name, fingerprint = ("the target", None) if served is None else (visible(served.name[:100]), served.tokenizer)
     named: Tokenizer | None = None
     if options.tokenizer is not None:
-        named = named_tokenizer(options.tokenizer.expanduser(), fingerprint, name)
+        named = named_tokenizer(expanded(options.tokenizer), fingerprint, name)
         fingerprint = named.fingerprint
     elif served is None:
         fingerprint = next((known for each in bundles if (known := _pulled_for(each, clouds)) is not None), None)
     others = [each.manifest for each in bundles if each.manifest.tokenizer_fingerprint != fingerprint]
     if fingerprint is None or not others:
         return None
-    if options.same_tokenizer:
+    if options.same_tokenizer and is_drafted:
         raise TokenizerMismatch(
             f"the draft's tokenizer is {others[0].tokenizer_fingerprint[:12]}, that of {name} is {fingerprint[:12]}; "
             "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
@@ -52,18 +52,26 @@ class TerminalReader:
     """Reads with an editor: Enter sends, Alt-Enter or a backslash before Enter begins a new line, arrows go back.
 
     history: file that keeps what was typed; None keeps it for this chat only. Raises ConfigError for one that cannot be
-    written. commands: completed after a slash.
+    written; where it can no more, `on_note` gets a sentence, once. commands: completed after a slash.
     more: options of prompt_toolkit's session, such as a test's input and output.
     """
 
     is_typed = True
 
-    def __init__(self, history: Path | None, commands: Sequence[str], **more: Any) -> None:
+    def __init__(
+        self,
+        history: Path | None,
+        commands: Sequence[str],
+        on_note: Callable[[str], None] = lambda words: None,
+        **more: Any,
+    ) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.filters import Condition
-        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.history import InMemoryHistory
 
+        self._on_note = on_note
+        self._untold: list[str] = []
         if history is not None:
             try:  # before the session opens it: only its owner can read it
                 os.close(os.open(history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
@@ -73,7 +81,7 @@ class TerminalReader:
                 ) from None
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            history=FileHistory(str(history)) if history is not None else InMemoryHistory(),
+            history=_kept_in(history, self._untold.append) if history is not None else InMemoryHistory(),
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             prompt_continuation=CONTINUED,
@@ -88,6 +96,28 @@ class TerminalReader:
             return require_utf8(await self._session.prompt_async(PROMPT), "the message")
         except EOFError:
             return None
+        finally:
+            while self._untold:
+                self._on_note(self._untold.pop())
+
+
+def _kept_in(path: Path, on_full: Callable[[str], None]) -> Any:
+    """The history in a file; from a write that fails, as on a full disk, in memory."""
+    from prompt_toolkit.history import FileHistory
+
+    class History(FileHistory):
+        is_full = False
+
+        def store_string(self, string: str) -> None:
+            if self.is_full:
+                return
+            try:
+                super().store_string(string)
+            except OSError as error:  # the editor would show its traceback at each message
+                self.is_full = True
+                on_full(f"--history {path} takes no more ({error.strerror}): the rest ends with this chat.")
+
+    return History(str(path))
 
 
 def _keys() -> Any:

@@ -20,6 +20,7 @@ from outrider.edge.drafting.depth import Effort
 from outrider.edge.setup.endpoints import Keys, read_key_file, require_private
 from outrider.edge.setup.settings import Settings
 from outrider.models.bundle.reference_export import AUTO, DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.cache_folder import expanded
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
@@ -36,9 +37,11 @@ TREE: Final = ("width", "lookup")
 DRAFTS: Final = (
     *("runtime", "draft_device", "emulate_npu"),
     *TREE,
-    *("on_battery", "depth", "effort", "threads"),
+    *("on_battery", "depth", "effort", "threads", "same_tokenizer"),
 )
 """Options that have no effect where nothing drafts."""
+OF_MODELS: Final = ("threads", "draft_context", "max_drafting", "offline_ok", "same_tokenizer")
+"""Options that have no effect where no model drafts."""
 
 
 OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok", "steady", "model")
@@ -230,7 +233,7 @@ class KeyOptions:
         settings = context.find_object(Settings) if context is not None else None
         certificate = None
         if self.tls_client_cert is not None:
-            certificate = ClientCertificate(self.tls_client_cert.expanduser())
+            certificate = ClientCertificate(expanded(self.tls_client_cert))
             require_private(certificate.certificate)
             certificate.check()
         sources = {name: source_of(name) for name in ("api_key", "key_file") if getattr(self, name) is not None}
@@ -239,7 +242,7 @@ class KeyOptions:
         key, is_asked = None, False
         if sources:
             chosen = min(sources, key=lambda name: sources[name].value)
-            key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
+            key = read_key_file(expanded(self.key_file)) if self.key_file and chosen == "key_file" else self.api_key
             is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
         endpoints = settings.endpoints if settings is not None else ()
         return Keys(key, is_asked, endpoints, is_http_allowed=self.allow_http, certificate=certificate)
@@ -308,6 +311,8 @@ class DraftingOptions(PlaceOptions):
         """Raises ConfigError for typed options that have no effect beside one another."""
         refuse_idle(self, self.depth != "auto", f"--depth {self.depth} does not depend on times", "effort")
         refuse_idle_tree(self, self.width)
+        of_models = [name for name in OF_MODELS if hasattr(self, name)]
+        refuse_idle(self, self.choice.runtime == "ngram", "with --runtime ngram no model drafts", *of_models)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from outrider.edge.cli.draft_source import (
     place_drafts,
     show_notes,
 )
+from outrider.edge.cli.option_groups import refuse_idle
 from outrider.edge.cli.placing import measured_link
 from outrider.edge.cli.verifiers import Verifiers, open_verifiers
 from outrider.edge.devices.power import PowerWatch
@@ -84,6 +85,7 @@ def serve_local(options: ServeOptions) -> int:
     require_safe_host(
         options.host, keys, is_insecure_allowed=options.insecure_no_keys or options.tls_client_ca is not None
     )
+    refuse_idle(options, len(keys) > 0, "clients must send a key", "any_user", "insecure_no_keys")
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     drafting = agent_options(options)
     about = Console(stderr=True)
@@ -99,7 +101,7 @@ def serve_local(options: ServeOptions) -> int:
                 options.allowed_origin,
                 is_keyless=not len(keys),
             ),
-            allowed_origins=tuple(origin.rstrip("/") for origin in options.allowed_origin),
+            allowed_origins=tuple(options.allowed_origin),
             any_user=options.any_user,
             shows_details=is_loopback(options.host),
             depth=options.depth,
@@ -165,7 +167,9 @@ def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSetti
         placement=model.placement.words,
         library=library,
         power=PowerWatch(options.on_battery),
-        offline=OfflineSettings(bundle.manifest.name, model.placement.max_positions) if options.offline_ok else None,
+        offline=OfflineSettings(bundle.manifest.name, model.placement.max_positions)
+        if options.offline_ok and has_model
+        else None,
     )
 
 

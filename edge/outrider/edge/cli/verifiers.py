@@ -17,6 +17,7 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.lab.own_verifier import OwnVerifier, own_verifier
 from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE, WIDENED_MB
+from outrider.models.cache_folder import expanded
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError
 from outrider.models.process.command_line import print_line
@@ -62,7 +63,7 @@ def _bundles(options: RunOptions | ChatOptions | ServeOptions, name: str, about:
     """The target's bundle, exported if it is the reference's, and the drafts. Raises as `open_verifiers`."""
     if name != REFERENCE:
         require_packages(SERVER_PACKAGES, "--target", "cloud")
-        target = Path(name).expanduser()
+        target = expanded(name)
         if not target.is_dir():
             raise BundleError(
                 f"--target is {name!r}, where no bundle is; expected one that `outrider-export target` made, or "

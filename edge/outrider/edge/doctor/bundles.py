@@ -15,6 +15,7 @@ from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.bundle.reference_export import AUTO, EXPORTER_PACKAGES, REFERENCE
+from outrider.models.cache_folder import expanded
 from outrider.models.counted import counted
 from outrider.models.errors import OutriderError
 from outrider.models.process.extras import is_installed
@@ -80,7 +81,7 @@ class Bundles:
 
     def findings(self) -> Iterator[Finding]:
         """One for each bundle."""
-        named = None if self.draft in _CHOSEN else Path(self.draft).expanduser()
+        named = None if self.draft in _CHOSEN else expanded(self.draft)
         if named is not None:
             finding, self._named = check_bundle(named, is_used=True)
             yield finding

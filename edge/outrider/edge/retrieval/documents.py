@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from outrider.models.cache_folder import expanded
 from outrider.models.errors import ConfigError
 
 DOCS_TOKENS: Final = 512
@@ -60,7 +61,7 @@ def read_documents(root: Path, limits: DocumentLimits | None = None) -> Document
     """The documents below `root`. Raises ConfigError where it is no directory, or has no document."""
     limits = limits or DocumentLimits()
     try:
-        inside = root.expanduser().resolve(strict=True)
+        inside = expanded(root).resolve(strict=True)
     except OSError as error:
         raise ConfigError(f"the documents' directory {root} cannot be read: {error.strerror}") from None
     if not inside.is_dir():

@@ -199,6 +199,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
         origin = core.upstream.origin(facts) if is_up else None
         text = await writer.generate(request, on_tokens, origin, is_up=is_up)
         if text.local:
+            if is_up:
+                core.upstream.lost()  # the next text need not try as long
             self._keep(index, choice)
         elif is_up:
             core.upstream.confirm(facts)

@@ -35,7 +35,7 @@ from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
-from outrider.models.http.answers import answer
+from outrider.models.http.answers import answer, model_not_found
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import (
     Dialect,
@@ -170,13 +170,18 @@ def local_routes(core: LocalCore) -> list[Route]:
         return _json(verified)
 
     async def list_models(_: Request) -> Response:
-        own, served = await core.target_facts(), await core.served_facts()
+        served = await core.served_or_draft()
+        own = served.named(core.settings.model or "") or served
         names = dict.fromkeys((own.name, served.name, *served.adapters))
         return _json(openai_answers.ModelList(data=[_card(served, name) for name in names]))
 
     async def retrieve_model(request: Request) -> Response:
-        facts = await core.target_facts(request.path_params["model"])
-        return _json(_card(await core.served_facts(), facts.name))
+        name = request.path_params["model"]
+        served = await core.served_or_draft(name)
+        named = served if served is core.draft_facts else served.named(name)
+        if named is None or not name:
+            raise model_not_found(served.name)
+        return _json(_card(served, named.name))
 
     async def live(_: Request) -> Response:
         return Response(b'{"status":"live"}', media_type="application/json")

@@ -30,7 +30,7 @@ from outrider.edge.serve.upstream import look_at
 from outrider.models.client import tracing
 from outrider.models.errors import OutriderError
 from outrider.models.http.errors import install_error_handlers
-from outrider.models.http.security import Gate, GatePaths
+from outrider.models.http.security import Gate, GatePaths, plain_origin
 from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
@@ -115,13 +115,14 @@ def create_local_app(core: LocalCore) -> Starlette:
     if settings.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=list(settings.allowed_origins),
+            allow_origins=list(map(plain_origin, settings.allowed_origins)),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # OpenAI's client sends X-Stainless-* of its own
             expose_headers=["Retry-After"],
         )
         layers.insert(0, cors)  # outside, so that a page can read errors too
     app = Starlette(routes=[*local_routes(core), *watching_routes(core), *page], middleware=layers)
+    app.router.redirect_slashes = False  # to an address of the client's own making, by its Host
     install_error_handlers(app, PATHS_ARE)
     return app
 
@@ -156,7 +157,7 @@ class LocalServer(BoundedServer):
 
         A verifier that does not answer soon is looked at while texts are served.
         """
-        look = self._look = asyncio.create_task(look_at(self._core.upstream))
+        look = self._look = asyncio.create_task(look_at(self._core.upstream, self._core.settings.model))
         try:
             await asyncio.wait([look], timeout=LOOK_S)
             if look.done():

@@ -164,26 +164,31 @@ class LocalCore:
         Raises RequestError, also where no such model is served.
         """
         asked = model or self.settings.model
-        facts = await self.served_facts(asked)
-        named = facts.named(asked) if asked else facts
-        if named is None:
-            raise model_not_found(facts.name)
-        return named
+        return _named(await self._served(asked), asked)
 
-    async def served_facts(self, asked: str | None = None) -> ModelFacts:
-        """The target's own facts, new ones where nothing that is known has the name `asked`. Raises RequestError."""
+    async def _served(self, asked: str | None, *, is_brief: bool = False) -> ModelFacts:
+        """The target's own facts, new ones where nothing that is known has the name `asked`. Raises RequestError.
+
+        is_brief: as in `Upstream.facts`.
+        """
         try:
-            facts = await self.upstream.facts()
+            facts = await self.upstream.facts(is_brief=is_brief)
             if asked and facts.named(asked) is None:
-                facts = await self.upstream.facts(is_fresh=True)
+                facts = await self.upstream.facts(is_fresh=True, is_brief=is_brief)
         except OutriderError as error:
             raise self.request_error(error) from None
         return facts
 
     async def facts_or_draft(self, model: str | None = None) -> ModelFacts:
-        """The target's facts. Where no cloud answers, with --offline-ok, the draft's: it writes alone."""
+        """As `target_facts`. Where no cloud answers, with --offline-ok, the draft's: it writes alone."""
+        asked = model or self.settings.model
+        served = await self.served_or_draft(asked)
+        return served if served is self.draft_facts else _named(served, asked)
+
+    async def served_or_draft(self, asked: str | None = None) -> ModelFacts:
+        """The target's own facts, or the draft's, whether or not the target has a model named `asked`."""
         try:
-            return await self.target_facts(model)
+            return await self._served(asked, is_brief=self.draft_facts is not None)
         except RequestError as error:
             if error.code != NO_VERIFIER or self.draft_facts is None:
                 raise
@@ -238,3 +243,10 @@ class LocalCore:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.upstream.aclose()
         await asyncio.to_thread(self.drafts.close)
+
+
+def _named(served: ModelFacts, asked: str | None) -> ModelFacts:
+    named = served.named(asked) if asked else served
+    if named is None:
+        raise model_not_found(served.name)
+    return named

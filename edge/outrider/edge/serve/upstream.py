@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
@@ -18,7 +19,7 @@ from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointUnfit
-from outrider.models.errors import OutriderError, TokenizerMismatch
+from outrider.models.errors import CloudError, OutriderError, TokenizerMismatch
 from outrider.models.http.openai import Conversation
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, RenderAnswer
@@ -34,6 +35,8 @@ MOST_FACTS_S: Final = 300.0
 PATIENT_S: Final = 1.0
 """How long a verifier that is slow to say its facts again is waited for; then the known ones serve. A text is safe with
 old ones: it is refused where another target answers."""
+MOMENT_S: Final = 0.5
+"""How long a text that the draft may write alone waits for verifiers of which none has answered within FACTS_S."""
 READY_S: Final = 1.0
 """The same for readiness: probes may come often."""
 ASKED_S: Final = 3.0
@@ -57,6 +60,7 @@ class Upstream:
         self._facts: tuple[float, ModelFacts] | None = None
         self._facts_url = ""
         self._confirmed_at = 0.0
+        self._lost_at = -math.inf  # when no verifier has answered, if none has since
         self._ready: tuple[float, ReadyAnswer] | None = None
         # One question of a kind at a time, however many clients wait for its answer.
         self._asked: dict[Callable[[], Awaitable[Any]], asyncio.Task[Any]] = {}
@@ -90,8 +94,11 @@ class Upstream:
         if facts.target is not None and known is not None and known[1].named(facts.name) == facts:
             self._confirmed_at = self._clock()  # else a text would wait for a round trip every 30 s
 
-    async def facts(self, *, is_fresh: bool = False) -> ModelFacts:
-        """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer."""
+    async def facts(self, *, is_fresh: bool = False, is_brief: bool = False) -> ModelFacts:
+        """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer.
+
+        is_brief: while no verifier answers, one call waits for that; others raise CloudError after a moment.
+        """
         known = self._facts
         if not is_fresh and known is not None and self._holds(known[0]):
             return known[1]
@@ -100,6 +107,10 @@ class Upstream:
             await asyncio.wait({question}, timeout=PATIENT_S)
             if not question.done():
                 return known[1]
+        elif is_brief and self._clock() - self._lost_at < FACTS_S:
+            await asyncio.wait({question}, timeout=MOMENT_S)
+            if not question.done():
+                raise CloudError("No verifier has answered of late; they are being asked again")
         return await asyncio.shield(question)
 
     def _holds(self, asked_at: float) -> bool:
@@ -108,7 +119,12 @@ class Upstream:
 
     async def _ask_facts(self) -> ModelFacts:
         now = self._clock()
-        url, facts = await self._ask(_facts_of)
+        try:
+            url, facts = await self._ask(_facts_of)
+        except CloudError:
+            self.lost()
+            raise
+        self._lost_at = -math.inf
         if facts.tokenizer != self._fingerprint:
             raise TokenizerMismatch(
                 f"this endpoint's tokenizer is {self._fingerprint[:12]}, that of {facts.name[:100]} is "
@@ -121,6 +137,10 @@ class Upstream:
     def forget_facts(self) -> None:
         """Asks again at the next request: another target may answer."""
         self._facts = None
+
+    def lost(self) -> None:
+        """Records that no verifier has answered just now."""
+        self._facts, self._lost_at = None, self._clock()
 
     def origin(self, facts: ModelFacts) -> TextOrigin:
         """For a text that this target must write: the answer names it, and its template made the prompt."""
@@ -202,8 +222,8 @@ async def _facts_of(client: VerifierClient) -> tuple[str, ModelFacts]:
     return client.url, await client.model_facts()
 
 
-async def look_at(upstream: Upstream) -> None:
-    """Logs, at the start, whether the verifiers answer and fit the draft. Raises TokenizerMismatch."""
+async def look_at(upstream: Upstream, model: str | None) -> None:
+    """Logs, at the start, whether the verifiers answer, fit the draft and serve `model`. Raises TokenizerMismatch."""
     if (mixed := await upstream.fleet.mixed_targets()) is not None:
         _note(mixed)
     try:
@@ -214,6 +234,8 @@ async def look_at(upstream: Upstream) -> None:
         _note(f"{error}. Requests get 503 until one answers.")
     else:
         _log.info("the target is %s, with %d positions", visible(facts.name), facts.max_positions)
+        if model and facts.named(model) is None:
+            _note(f"--model is {model}, and {facts.name} has no such model: requests that name none get 404")
 
 
 def _note(words: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import platformdirs
 
+from outrider.models.cache_folder import expanded
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 
@@ -33,7 +34,7 @@ def config_path() -> Path:
     """$OUTRIDER_CONFIG, or else config.toml in this user's configuration directory."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return expanded(chosen).absolute()
     return platformdirs.user_config_path("outrider", appauthor=False) / "config.toml"
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.edge.setup.config_file import ENDPOINT, ConfigFile, described
+from outrider.models.cache_folder import expanded
 from outrider.models.client.address import split_login, verifier_url, without_password
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
@@ -160,7 +161,7 @@ def _read(config: ConfigFile, index: int, raw: dict[str, Any]) -> Endpoint:
 
 def beside(config: Path, name: str) -> Path:
     """A path of the configuration: `~` is the home directory, a relative path begins beside the file."""
-    return config.parent / Path(name).expanduser()
+    return config.parent / expanded(name)
 
 
 @dataclass(frozen=True, slots=True)

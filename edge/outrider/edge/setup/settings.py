@@ -30,6 +30,7 @@ from outrider.edge.setup.config_file import (
 )
 from outrider.edge.setup.endpoints import beside, read_endpoints
 from outrider.models.bundle.reference_export import AUTO, REFERENCE
+from outrider.models.cache_folder import expanded
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import has_kind, kind_of, removed_options
@@ -192,7 +193,7 @@ class Settings:
         if isinstance(option.type, click.Path) or (option.name in _BUNDLES and value not in (AUTO, REFERENCE)):
             return str(beside(self.config.path, value))
         if isinstance(value, str) and value.startswith(("~/", "~\\")):
-            return str(Path(value).expanduser())
+            return str(expanded(value))
         return value
 
     def _check_names(self) -> None:

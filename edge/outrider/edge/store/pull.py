@@ -15,6 +15,7 @@ from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.edge.store.tokenizers import fetch_tokenizer
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME
+from outrider.models.cache_folder import expanded
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
@@ -115,7 +116,7 @@ async def pull_draft(
     """
     shelf = shelf or Shelf()
     sha256 = manifest_of(chosen.draft).sha256
-    destination = shelf.place(sha256) if to is None else to.expanduser().absolute()
+    destination = shelf.place(sha256) if to is None else expanded(to).absolute()
     own_tokenizer = chosen.draft.tokenizer or offered.tokenizer
     fetch = BundleFetch(client, chosen.draft, own_tokenizer, destination, progress)
     async with locked(shelf.lock(sha256), progress.note):

@@ -83,7 +83,7 @@ class PagePolicy:
                 raise ConfigError(f"an allowed origin is {origin!r}; expected one like https://chat.example.com")
         self._hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
         self._checks_host = ANY_HOST not in self._hosts and (is_keyless or bool(self._hosts))
-        self._origins = frozenset(origin.lower().rstrip("/") for origin in allowed_origins)
+        self._origins = frozenset(map(plain_origin, allowed_origins))
 
     def require_host(self, host: bytes | None) -> None:
         """Raises RequestError 403 `host_not_allowed` if the request is for another server."""
@@ -109,6 +109,12 @@ class PagePolicy:
         is_own = bool(authority) and host is not None and authority == host.lower()
         if not (is_own or origin.decode("latin-1") in self._origins or _is_loopback_name(_name(authority))):
             raise _foreign_origin(origin[:_MAX_QUOTED_CHARS].decode("latin-1"))
+
+
+def plain_origin(origin: str) -> str:
+    """An origin as browsers write it: in lower case, without a slash at its end and without its scheme's own port."""
+    scheme, separator, authority = origin.lower().rstrip("/").partition("://")
+    return f"{scheme}{separator}{authority.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
 def _foreign_origin(shown: str) -> RequestError:

@@ -262,6 +262,7 @@ async function run(work) {
     at("compare").removeAttribute("aria-disabled");
     at("new").removeAttribute("aria-disabled");
     document.body.dataset.runs = String(Number(document.body.dataset.runs || 0) + 1);
+    showFacts().catch(() => {}); // what is wrong has been said
   }
 }
 
@@ -289,10 +290,17 @@ function generateNow() {
     } catch (error) {
       if (error.name === "AbortError" && error.shown.text) {
         conversation = [...all, { role: "assistant", content: error.shown.text }];
-      } else at("prompt").value = text; // nothing was said
+      } else giveBack(text);
       throw error;
     }
   });
+}
+
+/** Puts a message that got no answer back into the chat's box, before what was typed since. */
+function giveBack(text) {
+  const joined = (since) => (since ? `${text}\n${since}` : text);
+  if (isChat()) at("prompt").value = joined(at("prompt").value);
+  else otherMode = joined(otherMode);
 }
 
 /** Offers to have unverified text checked; null: there is none. */
@@ -376,15 +384,21 @@ function askForKey() {
   at("key").focus();
 }
 
-async function look() {
+async function showFacts() {
+  const facts = await info();
+  at("model").textContent = facts.is_up ? visible(facts.model) : `${visible(facts.model)}, no cloud`;
+  at("draft").textContent = visible(facts.draft);
+  at("max-tokens").max = Math.min(facts.max_tokens, facts.max_positions);
+  at("delay").max = facts.max_round_trip_ms;
+  at("chat").disabled = !facts.has_chat_template;
+  at("no-chat").hidden = facts.has_chat_template;
+}
+
+/** Asks what runs here. given: a key to ask with from now on. */
+async function look(given) {
   try {
-    const facts = await info();
-    at("model").textContent = facts.is_up ? visible(facts.model) : `${visible(facts.model)}, no cloud`;
-    at("draft").textContent = visible(facts.draft);
-    at("max-tokens").max = Math.min(facts.max_tokens, facts.max_positions);
-    at("delay").max = facts.max_round_trip_ms;
-    at("chat").disabled = !facts.has_chat_template;
-    at("no-chat").hidden = facts.has_chat_template;
+    if (given !== undefined) useKey(given);
+    await showFacts();
     complain("");
     at("key-form").hidden = true;
     at("key").value = "";
@@ -409,8 +423,7 @@ at("form").addEventListener("submit", (event) => {
 });
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  useKey(at("key").value.trim());
-  look();
+  look(at("key").value.trim());
 });
 at("verify").addEventListener("click", checkNow);
 at("compare").addEventListener("click", compareNow);
@@ -418,6 +431,7 @@ at("new").addEventListener("click", () => {
   if (running) return;
   conversation = [];
   numDropped = 0;
+  offerCheck(null);
   at("text").replaceChildren();
   status("A new conversation.");
   at("prompt").focus();

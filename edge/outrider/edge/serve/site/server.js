@@ -10,7 +10,9 @@ export class Refused extends Error {
   }
 }
 
+/** The key of all requests from now on. Raises Refused for one that no header can hold. */
 export function useKey(given) {
+  if (!/^[\x20-\x7e]*$/.test(given)) throw new Refused(401, "The key has characters beyond ASCII. Paste the key alone.");
   key = given;
 }
 
