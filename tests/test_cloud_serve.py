@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import re
+import shutil
 import sys
 import types
 from importlib.metadata import version
@@ -232,26 +234,39 @@ def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
 
 
 def test_serving_the_reference_target_exports_it_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the exporter's own command, with a word about how long it takes; without the exporter, the pip command."""
+    """By the exporter's own command, with a word about how long it takes; without the exporter, the pip command. Where
+    the pair is there, nobody asks the exporter again until a package, the pair or a file of it has changed.
+    """
     ran: list[list[str]] = []
+    pair = {role: str(shutil.copytree(fake_bundle, tmp_path / "pair" / role)) for role in ("draft", "target")}
 
     def run_child(arguments: list[str], failure: str) -> str:
         ran.append(arguments)
-        return '{"draft": "there/draft", "target": "there/target"}'
+        return json.dumps(pair)
 
     monkeypatch.setattr("outrider.models.bundle.reference_export.run_child_command", run_child)
-    assert embedded.export_reference_target() == Path("there/target")
+    assert embedded.export_reference_target() == Path(pair["target"])
     asked = export_arguments(700.0, *draft_kind(DraftChoice()))  # as `run` asks
     assert ran == [["-P", "-m", with_parent.__name__, "outrider.export.cli", *asked]]
-    assert "takes one to three minutes" in capsys.readouterr().err
+    assert "is exported, in one to three minutes" in capsys.readouterr().err
+    assert embedded.export_reference_target() == Path(pair["target"]) and len(ran) == 1
+    assert "is exported" not in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "distributions", lambda: [])  # another machine, say
+        embedded.export_reference_target()
+    embedded.export_reference_target()  # what was noted there
+    assert len(ran) == 3
+    (tmp_path / "pair" / "draft" / "manifest.json").unlink()
+    embedded.export_reference_target()
+    assert len(ran) == 4 and capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(
         RuntimeUnavailable, match=r"'nncf', which is not installed; run: pip install \"outrider\[export\]\""
     ):
         embedded.export_reference_target()
-    assert len(ran) == 1 and capsys.readouterr().err == ""
+    assert len(ran) == 4 and capsys.readouterr().err == ""
 
 
 def test_serve_runs_a_bundle_from_start_to_signal(

@@ -34,8 +34,7 @@ def export_reference_target() -> Path:
     require_packages(EXPORTER_PACKAGES, "exporting the reference target", "export")
     print(
         f"Serves the reference target, widened to {WIDENED_MB:g} MB: a step takes as long as a large model's; the text "
-        "does not change.\nThe first time it is exported, which takes one to three minutes; it is kept in "
-        f"{default_cache_dir()}.",
+        "does not change.",
         file=sys.stderr,
         flush=True,
     )

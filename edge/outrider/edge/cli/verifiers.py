@@ -75,7 +75,7 @@ def _bundles(options: RunOptions | ChatOptions | ServeOptions, name: str, about:
     print_line(
         about,
         f"The reference target runs on this machine, widened to {WIDENED_MB:g} MB: a step takes as long as a large "
-        "model's, and the text does not change. The first time it is exported, in one to three minutes.",
+        "model's, and the text does not change.",
         "dim",
     )
     is_open = not {AUTO, REFERENCE}.isdisjoint(options.draft)
