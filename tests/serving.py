@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.fake_runtime import FakeBatchRuntime, plain_text
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.app import create_app
@@ -41,7 +41,7 @@ from outrider.models.http.keys import ApiKey
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, Taken, parse_event
@@ -138,13 +138,8 @@ class StepGate:
 
 
 def target_tokens(prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
-    """The fake target's text after `prompt`, token by token, without an engine."""
-    target, tokens = FakeSequenceRuntime(vocab_size=fake_tokenizer().size), list(prompt)
-    row = target.extend(prompt)
-    for _ in range(count):
-        tokens.append(pick(row, params or SamplingParams(), len(tokens)))
-        row = target.extend(tokens[-1:])
-    return tokens[len(prompt) :]
+    """The fake target's text after `prompt`, without an engine."""
+    return plain_text(prompt, count, params or SamplingParams(), vocab_size=fake_tokenizer().size)
 
 
 @dataclass(frozen=True)
