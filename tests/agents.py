@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
-from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime, plain_text
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
 from tests.serving import FakeServer, fake_tokenizer
@@ -34,7 +34,7 @@ from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import DraftRequest, SessionOpen
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, TreeDraft, decode_tree
 
@@ -64,15 +64,11 @@ class Clock:
 
 
 def truth(request: GenerationRequest, vocab_size: int = VOCAB) -> tuple[int, ...]:
-    """Target-only text by the plainest loop."""
-    runtime, tokens = FakeSequenceRuntime(vocab_size=vocab_size), list(request.prompt)
-    logits = runtime.extend(tokens)
-    while len(tokens) < len(request.prompt) + request.max_tokens:
-        tokens.append(pick(logits, request.params, len(tokens)))
-        if tokens[-1] in (request.stop_ids or ()):
-            break
-        logits = runtime.extend(tokens[-1:])
-    return tuple(tokens[len(request.prompt) :])
+    """Target-only text."""
+    stop_ids = request.stop_ids or ()
+    return tuple(
+        plain_text(request.prompt, request.max_tokens, request.params, vocab_size=vocab_size, stop_ids=stop_ids)
+    )
 
 
 def whole(prompt: Sequence[int], params: SamplingParams = SAMPLED, max_tokens: int = 48) -> GenerationRequest:

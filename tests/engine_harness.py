@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import pytest
-from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.fake_runtime import FakeBatchRuntime, plain_text
 from tests.requests import flat_request
 from tests.waiting import HANG_S
 
@@ -15,7 +15,7 @@ from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.models.errors import RequestError
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
 
 VOCAB = 64
@@ -37,14 +37,8 @@ def refused(code: str, status: int | None = None, match: str | None = None) -> p
 def plain(
     prompt: Sequence[int], params: SamplingParams, count: int, *, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Target-only text by the plainest loop: one sequence, one token per step, no engine."""
-    target, tokens = FakeSequenceRuntime(vocab_size=VOCAB), list(prompt)
-    for _ in range(count):
-        row = target.extend(tokens[target.length :])
-        tokens.append(pick(row, params, len(tokens)))
-        if tokens[-1] in stop_ids:
-            break
-    return tokens[len(prompt) :]
+    """Target-only text, without an engine."""
+    return plain_text(prompt, count, params, vocab_size=VOCAB, stop_ids=stop_ids)
 
 
 class Clock:

@@ -8,13 +8,14 @@ the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits, OneSequence, SequenceRuntime, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 
@@ -57,6 +58,24 @@ def _logits(contexts: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float32
     uniform += 0.5
     uniform *= 2.0**-32
     return np.log(uniform, out=uniform) * np.float32(-SHARPNESS)
+
+
+def plain_text(
+    prompt: Sequence[int],
+    count: int,
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    stop_ids: Collection[int] = (),
+) -> list[int]:
+    """Target-only text by the plainest loop: one sequence, one token per step, no engine."""
+    target, tokens = FakeSequenceRuntime(vocab_size=vocab_size), list(prompt)
+    for _ in range(count):
+        row = target.extend(tokens[target.length :])
+        tokens.append(pick(row, params, len(tokens)))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
 
 
 class FakeBatchRuntime:

@@ -7,7 +7,6 @@ with replicas(2) as group, serve_front(group) as front:
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import FakeServer, StepGate, serve_fake
+from tests.serving import FakeServer, StepGate, in_thread, serve_fake
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.audit import AuditLog
@@ -27,7 +26,6 @@ from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.connections import ConnectionLimits
-from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.wire.protocol import ReadyAnswer
 
 
@@ -121,17 +119,8 @@ def serve_front(
 
     front = Front(Members(), settings or ServerSettings())
     server = FrontServer(front, reports, drain=drain, limits=limits or ConnectionLimits())
-    with open_socket("127.0.0.1", 0) as sock:
-        thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-front")
-        thread.start()
-        running = RunningFront(url_of(sock, is_tls=False), front, server, publish)
-        try:
-            running.wait_until(lambda: server.started)
-            yield running
-        finally:
-            server.begin_drain()
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive(), "the front did not end"
+    with in_thread(server, server.begin_drain) as url:
+        yield RunningFront(url, front, server, publish)
 
 
 @contextmanager

@@ -39,10 +39,14 @@ def answer(**fields: Any) -> bytes:
 
 BOMB = gzip.compress(b"a" * (1 << 20))
 DIGITS = b"1" * 5000
-USAGE = (
-    b'{"prompt_tokens":4,"completion_tokens":0,"target_passes":0,"accepted_prediction_tokens":0,'
-    b'"rejected_prediction_tokens":0,"waited_ms":1e999}'
-)
+USAGE = {
+    "prompt_tokens": 1,
+    "completion_tokens": 1,
+    "target_passes": 1,
+    "accepted_prediction_tokens": 0,
+    "rejected_prediction_tokens": 0,
+}
+"""Of a text's end."""
 
 
 def opened(size: int, **fields: Any) -> bytes:
@@ -110,7 +114,7 @@ def broken_streams(size: int) -> dict[str, Broken]:
             "draft_token_ms is -1.0; expected a number, at least 0",
         ),
         "a wait without end": Broken(
-            opening() + b'data: {"type":"end","reason":"length","usage":' + USAGE + b"}\n\n",
+            opening() + event(type="end", reason="length", usage=USAGE | {"waited_ms": "?"}).replace(b'"?"', b"1e999"),
             b"",
             "waited_ms is inf; expected a number",
         ),

@@ -11,7 +11,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import FakeServer, StepGate, fake_tokenizer, target_tokens
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.raw_client import post
+from tests.serving import FakeServer, StepGate, fake_tokenizer, in_thread, target_tokens
+from tests.waiting import wait_until
 
 from outrider.edge.devices.placement import Placement
 from outrider.edge.link.endpoints import RetryPolicy
@@ -32,7 +32,7 @@ from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceRuntime
 from outrider.models.wire.tree_draft import TreeDraft
@@ -128,18 +128,8 @@ def serve_local(
         offline=offline,
     )
     server = LocalServer(core, drain_s=drain_s)
-    sock = open_socket("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-endpoint")
-    thread.start()
-    local = LocalEndpoint(url_of(sock, is_tls=False), core, server)
-    try:
-        local.wait_until(lambda: server.started)
-        yield local
-    finally:
-        server.begin_drain(drain_s)
-        thread.join(TIMEOUT_S)
-        sock.close()
-        assert not thread.is_alive(), "the endpoint did not end"
+    with in_thread(server, lambda: server.begin_drain(drain_s)) as url:
+        yield LocalEndpoint(url, core, server)
 
 
 def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -214,8 +204,7 @@ def posted(local: LocalEndpoint, **fields: Any) -> Iterator[socket.socket]:
     """The connection of a request for a text; at the end its client leaves."""
     content, address = json.dumps(body(**fields)).encode(), httpx.URL(local.url)
     with socket.create_connection((address.host, address.port or 0)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        connection.sendall(post("/v1/completions", content))
         yield connection
 
 

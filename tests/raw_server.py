@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 Reply = Callable[["RawServer", socket.socket], None]
-NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def http_answer(body: bytes = b"", status: str = "200 OK", *headers: str, length: int | None = None) -> bytes:
+    """An answer after which the connection closes. length: what it says of the body, in the place of the truth."""
+    said = f"content-length: {len(body) if length is None else length}"
+    return "\r\n".join([f"HTTP/1.1 {status}", said, "connection: close", *headers, "", ""]).encode() + body
+
+
+NOT_FOUND = http_answer(status="404 Not Found")
 
 
 class RawServer:

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from fastapi import FastAPI
+from tests.fake_runtime import FakeBatchRuntime, plain_text
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.app import create_app
@@ -37,9 +38,10 @@ from outrider.cloud.server.offered import find_offered, find_tokenizer_files
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import UpstreamClient, UpstreamRetry
 from outrider.models.http.keys import ApiKey
+from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, Taken, parse_event
@@ -136,13 +138,8 @@ class StepGate:
 
 
 def target_tokens(prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
-    """The fake target's text after `prompt`, token by token, without an engine."""
-    target, tokens = FakeSequenceRuntime(vocab_size=fake_tokenizer().size), list(prompt)
-    row = target.extend(prompt)
-    for _ in range(count):
-        tokens.append(pick(row, params or SamplingParams(), len(tokens)))
-        row = target.extend(tokens[-1:])
-    return tokens[len(prompt) :]
+    """The fake target's text after `prompt`, without an engine."""
+    return plain_text(prompt, count, params or SamplingParams(), vocab_size=fake_tokenizer().size)
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,36 @@ class FakeServer:
             stats.running == stats.queued == self.core.slots.num_taken == len(self.core.sessions) == 0
             and stats.free_blocks == stats.num_blocks
         )
+
+
+@contextmanager
+def in_thread(server: BoundedServer, end: Callable[[], None], *, is_tls: bool = False) -> Iterator[str]:
+    """Runs a server on a loopback port; gives its URL once it listens. end: makes it end, which it then has to."""
+    with open_socket("127.0.0.1", 0) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield url_of(sock, is_tls=is_tls)
+        finally:
+            end()
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def serve_app(app: FastAPI, runtime: Any = None, gate: Any = None, **options: Any) -> Iterator[FakeServer]:
+    """The HTTP server around an application. gate: opened at the end. options: of VerifierServer."""
+    server, core = VerifierServer(app, **options), app.state.core
+
+    def end() -> None:
+        if gate is not None:
+            gate.open()
+        if not core.is_draining:
+            server.begin_drain(0.0)
+
+    with in_thread(server, end, is_tls=options.get("tls") is not None) as url:
+        yield FakeServer(url, core, server, runtime, gate)
 
 
 @contextmanager
@@ -219,26 +246,13 @@ def serve_fake(
     app = create_app(engine, model, settings, offered, recent, tokenizer_files)
     if isinstance(engine, CascadeEngine):
         show_cascade(app.state.core.metrics, engine)
-    server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)
-    sock = open_socket("127.0.0.1", 0)
-    url = url_of(sock, is_tls=tls is not None)
-    thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
-    thread.start()
-    fake = FakeServer(url, app.state.core, server, runtime, gate)
     try:
-        fake.wait_until(lambda: server.started)
-        yield fake
+        with serve_app(app, runtime, gate, drain_s=drain_s, limits=limits, tls=tls) as running:
+            yield running
     finally:
-        if gate is not None:
-            gate.open()
-        if not fake.core.is_draining:
-            server.begin_drain(0.0)
-        thread.join(TIMEOUT_S)
         if engine is not own:
             engine.stop()
         own.close()
-        sock.close()
-        assert not thread.is_alive(), "the server did not end"
 
 
 @contextmanager

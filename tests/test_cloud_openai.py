@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -25,18 +24,6 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import ErrorAnswer, RenderAnswer
 
 PROMPT = "def verify("
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:  # not conftest's: tests/vllm puts its own in the place of this module's serve_fake
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as opened:
-        yield opened
 
 
 def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:

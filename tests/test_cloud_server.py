@@ -56,18 +56,6 @@ ALIASES = {
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:  # not conftest's: tests/vllm puts its own in the place of this module's serve_fake
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as opened:
-        yield opened
-
-
 @given(
     base=st.integers(0, 10**6),
     tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9),

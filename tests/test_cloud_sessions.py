@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,18 +33,6 @@ from outrider.models.wire.protocol import TREES_SINCE, Commit
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:  # not conftest's: tests/vllm puts its own in the place of this module's serve_fake
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as opened:
-        yield opened
 
 
 def body(**changes: Any) -> dict[str, Any]:

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from tests.serving import JSON, FakeServer, code_of, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, code_of, target_tokens
 
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
 PREFIX = [5, 17, 99, 3]
 SAMPLED = {"temperature": 0.9, "seed": 11}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:  # not conftest's: tests/vllm puts its own in the place of this module's serve_fake
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as opened:
-        yield opened
 
 
 def verify(client: httpx.Client, *items: Any) -> list[VerifyResult]:

@@ -28,7 +28,7 @@ import psutil
 import pytest
 from tests.certificates import CURVE, needs_openssl, openssl
 from tests.dockerfile import Dockerfile
-from tests.raw_server import raw_server, writes
+from tests.raw_server import http_answer, raw_server, writes
 from tests.serve_command import serve_options
 from tests.serving import bearer, open_session, serve_fake
 from tests.tiny_models import make_chat_target
@@ -261,7 +261,7 @@ def test_a_server_with_tls_is_probed(tmp_path: Path) -> None:
 
 def test_another_server_on_the_port_is_not_ready() -> None:
     """The health check believes an Outrider server only."""
-    with raw_server(writes(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n["ready"]')) as server:
+    with raw_server(writes(http_answer(b'["ready"]'))) as server:
         code, words = ask(server.url, "--not-failed")
     assert code == 1 and "not with the readiness of an Outrider server" in words
 

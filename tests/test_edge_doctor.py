@@ -13,7 +13,7 @@ from tests.agents import nowhere
 from tests.certificates import make_own, needs_openssl
 from tests.commands import KEY, OTHER_KEY, Outrider, key_file
 from tests.drafts import make_draft
-from tests.raw_server import raw_server, writes
+from tests.raw_server import http_answer, raw_server, writes
 from tests.serving import FakeServer, serve_fake
 from tests.test_edge_doctor_parts import find_cpu
 
@@ -175,12 +175,6 @@ def test_several_clouds_are_examined_each_with_its_own_key(config: Path, guarded
         assert found["key file"]["advice"] == f"expected 0600: run `chmod 600 {path}`" and "key of one" not in found
 
 
-def http(status: str, body: bytes = b"", *headers: str) -> bytes:
-    """An HTTP answer."""
-    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "connection: close", *headers, "", ""]
-    return "\r\n".join(lines).encode() + body
-
-
 def test_a_target_of_this_machine_needs_no_cloud(config: Path, doctor: Doctor) -> None:
     """Commands start its verifier; a cloud that is named is examined as ever."""
     config.write_text("[common]\ntarget = 'mine'\n", encoding="utf-8")
@@ -191,14 +185,14 @@ def test_a_target_of_this_machine_needs_no_cloud(config: Path, doctor: Doctor) -
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        (http("302 Found", b"", "location: https://me:secret@login.example/"), "redirects to https://***@login"),
-        (http("200 OK", b"<html>router</html>"), "answers 200, and not as a verifier"),
-        (http("404 Not Found", b"[" * 60_000), "answers 404, and not as a verifier"),
-        (http("200 OK", b"x" * 200_000), "answers 200, and not as a verifier"),
+        (http_answer(b"", "302 Found", "location: https://me:secret@login.example/"), "redirects to https://***@login"),
+        (http_answer(b"<html>router</html>"), "answers 200, and not as a verifier"),
+        (http_answer(b"[" * 60_000, "404 Not Found"), "answers 404, and not as a verifier"),
+        (http_answer(b"x" * 200_000), "answers 200, and not as a verifier"),
         (b"SSH-2.0-OpenSSH_9\r\n", "does not answer HTTP"),
         (b"", "does not answer HTTP"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n", "does not answer HTTP"),
-        (http("200 OK", b'{"status":"live"}'), "is not an answer of this protocol"),
+        (http_answer(b'{"status":"live"}'), "is not an answer of this protocol"),
     ],
 )
 def test_whatever_answers_is_reported_without_a_traceback(doctor: Doctor, answer: bytes, found: str) -> None:
@@ -234,7 +228,7 @@ def test_an_addresss_password_is_not_sent_unencrypted(doctor: Doctor, monkeypatc
 
 def test_a_proxy_is_used_and_named_without_its_password(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are not looked up here then: the proxy does."""
-    with raw_server(writes(http("502 Bad Gateway"))) as server:
+    with raw_server(writes(http_answer(status="502 Bad Gateway"))) as server:
         proxy = server.url
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)

@@ -18,9 +18,9 @@ import httpx
 import pytest
 from tests.agents import SOON
 from tests.commands import Outrider
-from tests.hostile_answers import IDENTITY, event, opened
+from tests.hostile_answers import IDENTITY, USAGE, event, opened
 from tests.local_endpoint import serve_local
-from tests.raw_server import RawServer, Reply, raw_server
+from tests.raw_server import RawServer, Reply, http_answer, raw_server
 from tests.serving import fake_tokenizer
 
 from outrider.edge.link import endpoints
@@ -29,19 +29,11 @@ ESCAPES = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\",
 """A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""
 BIDI = ("\u202e", "\u2066", "\u200f")
 WORDS = "a" + "b".join((*ESCAPES, *BIDI)) + "c"
-USAGE = {
-    "prompt_tokens": 1,
-    "completion_tokens": 1,
-    "target_passes": 1,
-    "accepted_prediction_tokens": 0,
-    "rejected_prediction_tokens": 0,
-}
 ERROR = {"code": "shutting_down", "message": WORDS, "type": "server_error", "param": WORDS}
 
 
 def answer(body: Any, status: str = "200 OK") -> bytes:
-    content = json.dumps(body).encode()
-    return f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
+    return http_answer(json.dumps(body).encode(), status)
 
 
 def stream(*events: dict[str, Any], **fields: Any) -> bytes:

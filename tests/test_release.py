@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.raw_server import raw_server, writes
+from tests.raw_server import http_answer, raw_server, writes
 from tools import release
 from tools.audit import Audit, Verdict, audit, judge
 from tools.sbom import require_no_paths, site_packages, write_sbom
@@ -96,8 +96,7 @@ def known(fault: str) -> dict[str, object]:
 
 def answer_of(*advisories: dict[str, object]) -> bytes:
     """What an OSV service says that knows these of every package."""
-    body = json.dumps({"vulns": advisories} if advisories else {}).encode()
-    return b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    return http_answer(json.dumps({"vulns": advisories} if advisories else {}).encode())
 
 
 def test_vulnerable_clean_and_not_asked_are_three_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,15 @@ from outrider.models.runtimes.torch_joined import join
 BLOCK, VOCAB, CONTEXT = 32, 5, 64
 
 
-def in_tree(past: int, before: int, parents: Sequence[int], has_mask: bool = True) -> SequenceSlice:
-    """`before` tokens in a line, and a tree behind them; all sequences have the first blocks."""
+def in_tree(
+    past: int, before: int, parents: Sequence[int], has_mask: bool = True, blocks: Sequence[int] | None = None
+) -> SequenceSlice:
+    """`before` tokens in a line, and a tree behind them. blocks: else the first ones."""
     count = before + len(parents)
+    blocks = range(-(-(past + count) // BLOCK)) if blocks is None else blocks
     positions = [*range(past, past + before), *(past + before - 1 + depth for depth in depths(parents))]
     mask = tree_mask(parents, before) if has_mask else None
-    return SequenceSlice([1] * count, past, range(-(-(past + count) // BLOCK)), count, positions, mask)
+    return SequenceSlice([0] * count, past, blocks, count, positions, mask)
 
 
 def laid_out(*batch: SequenceSlice, max_positions: int = CONTEXT) -> RaggedStep:

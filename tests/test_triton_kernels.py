@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreted import products_row_by_row
+from tests.test_torch_graphs import in_tree
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes import torch_graphs, torch_paged, triton_attention, triton_rows
@@ -73,21 +74,6 @@ KINDS = [
 ]
 
 
-def in_tree(past: int, blocks: Sequence[int], before: int, parents: Sequence[int]) -> SequenceSlice:
-    """`before` tokens in a line, and a tree behind them; no parents: the line alone."""
-    count = before + len(parents)
-    mask = np.tri(count, dtype=np.uint8)
-    mask[before:, before:] = 0
-    positions = list(range(past, past + before))
-    for index, parent in enumerate(parents):
-        row = mask[before + index]
-        if parent >= 0:
-            row |= mask[before + parent]
-        row[before + index] = 1
-        positions.append(positions[before + parent] + 1 if parent >= 0 else past + before)
-    return SequenceSlice([0] * count, past, blocks, 0, positions, mask if parents else None)
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> list[SequenceSlice]:
     """Steps of up to four sequences, trees among them, each in blocks anywhere."""
@@ -97,7 +83,7 @@ def steps(draw: st.DrawFn) -> list[SequenceSlice]:
         past, before = draw(st.integers(0, 24)), draw(st.integers(1, 6))
         parents = [draw(st.integers(-1, index - 1)) for index in range(draw(st.integers(0, 6)))]
         num_blocks = -(-(past + before + len(parents)) // BLOCK)
-        found.append(in_tree(past, free[:num_blocks], before, parents))
+        found.append(in_tree(past, before, parents, bool(parents), free[:num_blocks]))
         free = free[num_blocks:]
     return found
 
@@ -203,7 +189,7 @@ def compare_company(kind: Heads, data: st.DataObject, patch: pytest.MonkeyPatch)
     for _ in range(num_path):
         parents += [path[-1] if path else -1] * data.draw(st.integers(1, 2))  # the first of two is a wrong guess
         path.append(len(parents) - 1)
-    tree = in_tree(past, blocks, 1, parents)
+    tree = in_tree(past, 1, parents, bool(parents), blocks)
     own_slots, all_slots = slots_of(whole), slots_of(tree)
     moved_keys, moved_values = keys.clone(), values.clone()
     rows = query[past:][[0] + [1] * len(parents)].clone()

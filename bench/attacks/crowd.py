@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ class Crowd:
             await asyncio.sleep(0.01)
 
     async def _read(self, stream: Stream, body: dict[str, Any]) -> None:
-        request = request_bytes(self._port, "POST", self._path, json.dumps(body).encode(), self._key)
+        request = request_bytes(self._port, "POST", self._path, body, self._key)
         stream.began_s = time.perf_counter()
         try:
             async with Wire(f"http://{HOST}:{self._port}", self._address) as wire:

@@ -60,17 +60,18 @@ def request_bytes(
     port: int,
     method: str,
     path: str,
-    body: bytes = b"",
+    body: object = None,
     key: str | None = None,
     content_type: str = "application/json",
 ) -> bytes:
-    """A request."""
+    """A request. body: bytes as they are, anything else as JSON; None: none."""
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}:{port}"]
-    if body:
-        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"]
+    if content:
+        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(content)}"]
     if key:
         lines.append(f"Authorization: Bearer {key}")
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 def read_answer(connection: socket.socket) -> int:

@@ -14,21 +14,14 @@ from bench.attacks.exchange import NotMeasured, wait_for
 from bench.attacks.local import CHAT
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
 from bench.attacks.subject import COMPLETIONS, Row, Subject, listed
-from tests.hostile_answers import IDENTITY, MAX_TOKENS, broken_streams, event, opened
-from tests.raw_server import RawServer, raw_server
+from tests.hostile_answers import IDENTITY, MAX_TOKENS, USAGE, broken_streams, event, opened
+from tests.raw_server import RawServer, http_answer, raw_server
 
 VOCAB_SIZE: Final = 4096
 MAX_SENT: Final = 512 << 20
 _ENDS_S: Final = 30.0
 _CHAT: Final = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
 _TEXT: Final = {"prompt": "def walk(path):", "max_tokens": MAX_TOKENS}
-_USAGE: Final = {
-    "prompt_tokens": 1,
-    "completion_tokens": 1,
-    "target_passes": 1,
-    "accepted_prediction_tokens": 0,
-    "rejected_prediction_tokens": 0,
-}
 Answers = Mapping[str, tuple[bytes, bytes]]
 """By path: the bytes, and those that follow again and again."""
 
@@ -49,12 +42,16 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
             _TEXT,
         ),
         "a model's facts without end": (
-            {"/v1/model": (_answer(b'{"name":"', 1 << 30), forever)},
+            {"/v1/model": (http_answer(b'{"name":"', length=1 << 30), forever)},
             COMPLETIONS,
             {**_TEXT, "model": "another"},
         ),
-        "a rendering of 600,000 ids": ({"/v1/render": (_answer(huge), b"")}, CHAT, _CHAT),
-        "a rendering without end": ({"/v1/render": (_answer(b'{"tokens":[', 1 << 30), b"5," * 32768)}, CHAT, _CHAT),
+        "a rendering of 600,000 ids": ({"/v1/render": (http_answer(huge), b"")}, CHAT, _CHAT),
+        "a rendering without end": (
+            {"/v1/render": (http_answer(b'{"tokens":[', length=1 << 30), b"5," * 32768)},
+            CHAT,
+            _CHAT,
+        ),
     }
     answers, statuses = dict(good), dict[str, int]()
     peaks_mb, high_s = dict[str, float](), dict[str, float]()
@@ -114,11 +111,6 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
     )
 
 
-def _answer(content: bytes, length: int | None = None) -> bytes:
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length or len(content)}\r\n"
-    return head.encode() + b"Connection: close\r\n\r\n" + content
-
-
 def _honest(subject: Subject) -> Answers:
     """What an honest verifier answers: a short text, and what is asked around texts."""
     manifest = json.loads((subject.bundles[1] / "manifest.json").read_text(encoding="utf-8"))
@@ -131,12 +123,12 @@ def _honest(subject: Subject) -> Answers:
         "has_chat_template": True,
         "target": IDENTITY,
     }
-    end = event(type="end", reason="stop", usage=_USAGE)
+    end = event(type="end", reason="stop", usage=USAGE)
     bodies = {
         "/v1/model": facts,
         "/v1/render": {"tokens": [5, 6], "model": "m", "target": IDENTITY},
         "/health/ready": {"status": "ready", "model": "m"},
     }
     return {"/v1/sessions": (opened(VOCAB_SIZE) + event(base=0, tokens=[5, 6, 7]) + end, b"")} | {
-        path: (_answer(json.dumps(body).encode()), b"") for path, body in bodies.items()
+        path: (http_answer(json.dumps(body).encode()), b"") for path, body in bodies.items()
     }

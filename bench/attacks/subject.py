@@ -105,8 +105,7 @@ class Server(Program):
 
     def request(self, method: str, path: str, body: object = None, key: str | None = None, **options: Any) -> bytes:
         """The same request as bytes."""
-        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        return request_bytes(self.port, method, path, content, key, **options)
+        return request_bytes(self.port, method, path, body, key, **options)
 
     def crowd(self, bodies: Sequence[dict[str, Any]], **options: Any) -> closing[Crowd]:
         """Sessions that are open at once."""

@@ -17,6 +17,7 @@ if "OUTRIDER_INTERPRET" not in os.environ:
 if find_spec("vllm"):
     # Its plug-in imports it at the end otherwise, deep in calls, where Python 3.11 may fail to compile it.
     import hypothesis  # noqa: F401
+    from tests.serving import FakeServer
     from tests.vllm.serving import SharedEngine
 
 
@@ -45,6 +46,13 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
         yield shared
     finally:
         shared.close()
+
+
+@pytest.fixture(scope="module")
+def server(vllm: SharedEngine) -> Iterator[FakeServer]:
+    """As tests/conftest.py has one of the fake engine."""
+    with vllm.serve() as running:
+        yield running
 
 
 @pytest.fixture(scope="module", autouse=True)

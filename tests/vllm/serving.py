@@ -10,17 +10,15 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.serving import CHAT_TEMPLATE, EOS_ID, FakeServer, fake_tokenizer, save_fake_tokenizer
+from tests.serving import CHAT_TEMPLATE, EOS_ID, FakeServer, fake_tokenizer, save_fake_tokenizer, serve_app
 from tests.vllm.gated import VARIABLE, VllmGate, map_gate
-from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.app import create_app
-from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, SequenceEndReason, ServingEngine, Sink
 from outrider.cloud.vllm.adapters import Adapter, with_adapters
@@ -29,7 +27,6 @@ from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
-from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.wire.tree_draft import TreeDraft
@@ -292,24 +289,11 @@ class SharedEngine:
             self.engine._config = replace(before, max_running=config.max_running, max_queue=config.max_queue)
         tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
         model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target="vllm")
-        app = create_app(_View(self.engine), model, settings)
-        server = VerifierServer(app, drain_s=drain_s)
-        sock = open_socket("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
-        thread.start()
-        fake = FakeServer(url_of(sock, is_tls=False), app.state.core, server, cast(Any, None), cast(Any, gate))
         try:
-            fake.wait_until(lambda: server.started)
-            yield fake
+            with serve_app(create_app(_View(self.engine), model, settings), gate=gate, drain_s=drain_s) as running:
+                yield running
         finally:
-            if gate is not None:
-                gate.open()
-            if not fake.core.is_draining:
-                server.begin_drain(0.0)
-            thread.join(TIMEOUT_S)
-            sock.close()
             self.engine._config = before
-            assert not thread.is_alive(), "the server did not end"
 
     def close(self) -> None:
         """Ends vLLM."""

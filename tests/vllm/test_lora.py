@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,18 @@ import httpx
 import pytest
 from tests.lora_adapters import merge_adapter, shapes_of, write_adapter
 from tests.requests import flat_request
-from tests.serving import code_of, run_session
+from tests.serving import code_of, run_session, serve_app
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import Reference, _View, start_engine
 from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Text, mixed, nothing, right, wrong
-from tests.waiting import TIMEOUT_S, wait_until
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.app import create_app
-from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.vllm.adapters import Adapter, read_adapters
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import ConfigError
-from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 
@@ -159,19 +156,13 @@ def serving(tuned: Tuned) -> Iterator[tuple[httpx.Client, list[tuple[str | None,
     tokenizer = Tokenizer.from_dir(TARGET, name="target")
     model = ServedModel("target", tokenizer, frozenset({0}), target="0" * 16, adapters=targets)
     store = MemoryStore()
-    server = VerifierServer(create_app(_View(tuned.engine), model, None, (), store), drain_s=0.0)
-    sock = open_socket("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        with httpx.Client(base_url=url_of(sock, is_tls=False), timeout=TIMEOUT_S) as client:
-            yield client, [(None, "0" * 16), *targets.items()]
-    finally:
-        server.begin_drain(0.0)
-        thread.join(TIMEOUT_S)
-        sock.close()
-        store.close()
+    app = create_app(_View(tuned.engine), model, None, (), store)
+    with (
+        closing(store),
+        serve_app(app, drain_s=0.0) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client,
+    ):
+        yield client, [(None, "0" * 16), *targets.items()]
 
 
 def test_requests_name_an_adapter(tuned: Tuned) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests import test_edge_agent as same
-from tests.serving import FakeServer
 from tests.vllm.serving import SharedEngine, TransformersDraft, only
 
 from outrider.edge.drafting.drafter import ModelDrafter
@@ -49,9 +48,3 @@ def drafts_of_it(vllm: SharedEngine) -> Iterator[None]:
         patch.setattr(same, "truth", truth)
         patch.setattr(same, "drafter", drafter)
         yield
-
-
-@pytest.fixture(scope="module")
-def server(vllm: SharedEngine) -> Iterator[FakeServer]:
-    with vllm.serve() as running:
-        yield running

@@ -5,5 +5,4 @@ from __future__ import annotations
 from tests import test_cloud_openai as same
 from tests.vllm.serving import shared_by
 
-server, client = same.server, same.client
 globals().update(shared_by(same))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests import test_cloud_server as same
 from tests.vllm.serving import only
 
-server, client = same.server, same.client
 globals().update(
     only(
         same,

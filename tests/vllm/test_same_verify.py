@@ -11,7 +11,6 @@ from tests.vllm.serving import SharedEngine, shared_by
 
 from outrider.models.picks.sampling import SamplingParams
 
-server, client = same.server, same.client
 globals().update(shared_by(same))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outrider.cloud.distributions import AdapterCounts, Distributions
-from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, require_room
+from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, open_one, require_room
 from outrider.cloud.seam import EndEvent, GenerateRequest, SequenceEndReason, SequenceUsage, Sink
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.grammars import note_refusal
@@ -72,12 +72,7 @@ class OpenSequences:
 
     def find(self, number: int) -> OpenSequence:
         """An open sequence. Raises RequestError 404 `unknown_session` for one that is over. On any thread."""
-        sequence = self.by_number.get(number)
-        if sequence is None:
-            raise RequestError(
-                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
-            )
-        return sequence
+        return open_one(self.by_number, number)
 
     def require_room(self, owner: bytes, config: VllmConfig) -> None:
         """Raises RequestError `overloaded` if the queue is full, by requests or by tokens. On any thread."""
