@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -134,6 +135,15 @@ def test_7_openvino_cannot_report_its_use() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.split() == ["blocked", "True"]
+
+
+def test_7_onnxruntime_keeps_no_reports(tmp_path: Path) -> None:
+    """From its import on it would write them, with an identifier of the device, into a directory of the user's."""
+    code = "import outrider.models.runtimes.onnxruntime_sequence, sys; print('onnxruntime' in sys.modules)"
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "LOCALAPPDATA": str(tmp_path)}
+    asked = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    shown = subprocess.run([sys.executable, "-c", code], env=asked | home, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["True"] and not list(tmp_path.iterdir())
 
 
 def test_each_line_with_a_number_has_its_test() -> None:
