@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -33,6 +35,9 @@ from outrider.cloud.api.stream import SERVER_SEND, NewestTimes, SessionStream, S
 from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
+from outrider.models.http.sse import EventStream, Inbox
+from outrider.models.ingress.sockets import open_socket
+from outrider.models.process.by_owner import Shares
 from outrider.models.process.tally import RequestTally
 from outrider.models.wire.protocol import Commit, SessionOpen, parse_event
 from outrider.models.wire.steady import SteadyPace
@@ -242,6 +247,7 @@ class Streaming:
             step_times=lambda: self.times,
             line=DraftLine(),
         )
+        self.stream = stream
         scope: dict[str, Any] = {"type": "http", SERVER_SEND: self.connection.send}
         self.task = asyncio.create_task(stream(scope, self.connection.receive, self.connection.send))
 
@@ -282,18 +288,24 @@ def test_the_engine_is_asked_for_its_times_by_time_and_not_by_commits() -> None:
     assert newest() == newest() == StepTimes(50.0, 2.0)
 
 
-async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
-    """While a write waits, later events collect; they follow in order, and the end closes the response."""
+async def test_events_that_a_client_does_not_read_wait_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a write waits, later events collect, and none of them is copied for another; they follow in order and in
+    pieces, and the end closes the response. The opening is such a write, too.
+    """
+    monkeypatch.setattr("outrider.cloud.api.stream._PIECE", 50)
     streaming = Streaming(is_read=False)
     connection = streaming.connection
     await streaming.commit(0)
+    assert b'"tokens":[0]' in streaming.stream._backlog
     connection.can_write.set()
     await settle()
     assert b'"tokens":[0]' in connection.body
     connection.can_write.clear()
     num_before = len(connection.written)
+    waiting: Any = streaming.stream._backlog
     for token in range(1, 6):
         await streaming.commit(token)
+        assert streaming.stream._backlog is waiting
     streaming.sink(EndEvent("length", SequenceUsage()))
     await settle()
     assert len(connection.written) == num_before
@@ -303,8 +315,57 @@ async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
     assert positions == sorted(positions)
     assert b'"reason":"length"' in connection.body
     assert [message.get("more_body") for message in connection.written[1:]][-1] is False
+    assert max(len(message["body"]) for message in connection.written[num_before:]) == 50
     await streaming.left()
     assert streaming.num_closed == 1
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["later", "the opening, too"])
+async def test_a_client_that_does_not_read_is_cut(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more waits than the server holds."""
+    monkeypatch.setattr("outrider.models.http.sse.MOST_WAITING", 900)
+    streaming = Streaming(is_read=is_read)
+    await settle()
+    streaming.connection.can_write.clear()
+    await streaming.commit(*range(20))
+    assert not streaming.task.done()
+    await streaming.commit(*range(100))
+    with pytest.raises(asyncio.CancelledError):
+        await streaming.task
+    assert streaming.num_closed == 1
+
+
+async def test_a_completion_whose_client_does_not_read_is_taken_as_it_comes_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow client gets all of it, whatever waits is counted, and more than is allowed cuts the stream."""
+    monkeypatch.setattr("outrider.models.http.sse.MOST_WAITING", 900)
+    held = Shares[str](500)
+    for num_chunks, is_whole in ((13, True), (15, False)):
+        connection, reader, num_closed = SlowConnection(), Inbox[bytes](), list[int]()
+
+        async def chunks(reader: Inbox[bytes] = reader) -> AsyncIterator[bytes]:
+            while not reader.is_closed:
+                for chunk in await reader.take():
+                    yield chunk
+
+        hold = partial(held.add, "an owner")
+        stream = EventStream(chunks(), reader, lambda: num_closed.append(1), keep_alive_s=60.0, hold=hold)  # noqa: B023
+        task = asyncio.create_task(stream({"type": "http"}, connection.receive, connection.send))
+        sent = [b"%100d" % number for number in range(num_chunks)]
+        for chunk in sent:
+            reader.put(chunk)
+            await settle()
+        if is_whole:
+            assert held["an owner"] == 400 and not connection.written
+            reader.close()
+            connection.can_write.set()
+            await task
+            assert connection.body == b"".join(sent) and not connection.written[-1]["more_body"]
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert held.total == 0 and num_closed == [1]
 
 
 async def test_a_wake_up_is_one_write() -> None:
@@ -339,6 +400,31 @@ async def test_a_connection_that_fails_ends_the_session() -> None:
     await streaming.commit(0)
     await asyncio.wait([streaming.task])
     assert streaming.num_closed == 1
+
+
+def test_a_client_that_is_cut_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after any lost connection: it reads what had gone out before, and the rest in another session."""
+    monkeypatch.setattr("outrider.models.http.sse.MOST_WAITING", 1 << 15)
+
+    def open_small(host: str, port: int) -> socket.socket:
+        opened = open_socket(host, port)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        return opened
+
+    monkeypatch.setattr("tests.serving.open_socket", open_small)
+    transport = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)])
+    body = {"prompt": PROMPT, "max_tokens": 800, "ignore_eos": True, "logprobs": 20}
+    with serve_fake() as server, httpx.Client(base_url=server.url, transport=transport) as client:
+        tokens: list[int] = []
+        with client.stream("POST", "/v1/sessions", json=body) as response:
+            server.wait_until(server.is_empty)
+            with pytest.raises(httpx.RemoteProtocolError):
+                for event in read_events(response):
+                    tokens += getattr(event, "tokens", [])
+        assert 0 < len(tokens) < 800
+        with httpx.Client(base_url=server.url) as again:
+            rest = run_session(again, body | {"prompt": [*PROMPT, *tokens], "max_tokens": 800 - len(tokens)})
+        assert tokens + rest.tokens == target_tokens(PROMPT, 800)
 
 
 def test_a_reader_that_is_slow_gets_the_whole_text() -> None:

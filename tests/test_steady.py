@@ -189,7 +189,7 @@ def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
 
 async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where more waits than the server holds."""
-    monkeypatch.setattr("outrider.cloud.api.stream.MOST_WAITING", 900)
+    monkeypatch.setattr("outrider.models.http.sse.MOST_WAITING", 900)
 
     stream = Streaming(steady=pace_of(None))
     await settle()

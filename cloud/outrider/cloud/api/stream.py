@@ -34,10 +34,6 @@ from outrider.models.wire.protocol import SessionEnd, SessionOpen, TextCut, Usag
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""
-MOST_WAITING: Final = 1 << 20
-"""Bytes of events that wait for the client. A text of which more waits is cut, and its device goes on in another
-session: no client has the server hold more.
-"""
 _PIECE: Final = 64 << 10
 """Of what has waited, in one write: a client that reads slowly shows it with each."""
 _EVERY_S: Final = 0.5
@@ -239,8 +235,8 @@ class SessionStream(Response):
 
     def _hold(self, chunk: bytes) -> None:
         self._backlog += chunk
-        if len(self._backlog) > MOST_WAITING:
-            self._leave()
+        if len(self._backlog) > sse.MOST_WAITING:
+            self._leave()  # its device goes on in another session
 
     def _start(self, chunk: bytes) -> None:
         """Begins a write; ends it in a task where it waits for the client."""
