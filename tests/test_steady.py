@@ -16,7 +16,7 @@ from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
 from tests.raw_client import Raw, post
 from tests.serving import StepGate, code_of, serve_fake, target_tokens
-from tests.test_cloud_draft_budget import Streaming, settle
+from tests.test_cloud_streams import Streaming, settle
 from tests.test_long_request import (
     PROMPT,
     ROUTE,
