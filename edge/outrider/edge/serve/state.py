@@ -231,10 +231,11 @@ class LocalCore:
             )
 
     async def aclose(self) -> None:
-        """Ends all texts, closes the connections and releases the draft."""
+        """Ends all texts, closes the connections and the threads, and releases the draft."""
         self.is_draining = True
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.workers.close()
         await self.upstream.aclose()
         await asyncio.to_thread(self.drafts.close)
