@@ -198,7 +198,8 @@ def test_each_message_has_the_time_of_one() -> None:
             return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
         def take(body: bytes) -> bool:
-            return not found.append(body)
+            found.append(body)
+            return True
 
         await DraftLine().read(receive, take, finish_s=10.0, pause_s=0.0)
         return len(found)
