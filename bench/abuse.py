@@ -30,6 +30,7 @@ from bench.attacks.connections import (
     local_floods,
     trickled_requests,
     unread_answers,
+    unread_texts,
 )
 from bench.attacks.drafts import draft_floods, large_trees, long_requests
 from bench.attacks.generated import generated_local, generated_requests
@@ -48,6 +49,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (6, wrong_elements),
     (8, trickled_requests),
     (9, unread_answers),
+    (9, unread_texts),
     (10, draft_floods),
     (18, large_trees),
     (21, downloads),

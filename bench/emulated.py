@@ -112,8 +112,8 @@ def emulated_cloud(emulation: Emulation, cores: Cores, options: Sequence[str] = 
 class EmulatedTarget(FakeBatchRuntime):
     """The target: a step takes exactly its time."""
 
-    def __init__(self, emulation: Emulation) -> None:
-        super().__init__(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, num_blocks=4096)
+    def __init__(self, emulation: Emulation, max_positions: int = MAX_POSITIONS) -> None:
+        super().__init__(vocab_size=VOCAB_SIZE, max_positions=max_positions, num_blocks=4096)
         self._language = emulation.language
         self._step_s, self._extra_s = emulation.step / 1e3, emulation.extra / 1e3
 
@@ -235,6 +235,7 @@ def main() -> None:
             "--form": option(TreeForm.LINE, "what a step verifies of a tree", choices=tuple(TreeForm)),
             "--policy": option(Policy.AUTO, choices=tuple(Policy)),
             "--max-running": option(EngineConfig().max_running, "sequences in one step"),
+            "--max-positions": option(MAX_POSITIONS, "of a sequence"),
         },
     ).parse_args()
     config = EngineConfig(
@@ -244,7 +245,7 @@ def main() -> None:
         max_running=options.max_running,
     )
     emulation = Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)
-    serve(app_of(EmulatedTarget(emulation), config))
+    serve(app_of(EmulatedTarget(emulation, options.max_positions), config))
 
 
 if __name__ == "__main__":

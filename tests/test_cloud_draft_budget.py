@@ -1,16 +1,16 @@
-"""Tests the budgets of draft messages, and the event stream's way around tasks when a client reads slowly."""
+"""Tests the budgets of draft messages, and the time that a long request's have."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import pairwise
 
 import httpx
 import pytest
 from starlette.types import Message
-from tests.engine_harness import Clock
+from tests.engine_harness import Clock, refused
 from tests.serving import (
     JSON,
     FakeServer,
@@ -18,24 +18,15 @@ from tests.serving import (
     bearer,
     code_of,
     open_session,
-    read_events,
-    run_session,
     serve_fake,
     target_tokens,
 )
 
-from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_line import DraftLine
 from outrider.cloud.api.draft_posts import TREE_UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import DraftLimits, ServerSettings
-from outrider.cloud.api.steady_stream import SteadyStream
-from outrider.cloud.api.stream import SERVER_SEND, NewestTimes, SessionStream, StepTimes
-from outrider.cloud.api.traces import SequenceWatch
-from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
-from outrider.models.process.tally import RequestTally
-from outrider.models.wire.protocol import Commit, SessionOpen, parse_event
-from outrider.models.wire.steady import SteadyPace
+from outrider.models.wire.draft_stream import framed
 
 PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
@@ -185,168 +176,38 @@ def test_the_checks_stand_before_the_budget(headers: dict[str, str] | None, stat
         gate.open()
 
 
-# -- the stream --------------------------------------------------------------------------------------------------------
+# -- the long request ------------------------------------------------------------------------------------------------
 
 
-class SlowConnection:
-    """A server's `send` that waits while the client does not read, as uvicorn's does."""
+def test_each_message_has_the_time_of_one() -> None:
+    """Also where every read ends within the next message; a message that trickles in has no more."""
 
-    def __init__(self) -> None:
-        self.can_write = asyncio.Event()
-        self.left = asyncio.Event()
-        self.is_broken = False
-        self.written: list[Message] = []
+    class GivenTime(asyncio.SelectorEventLoop):
+        now_s = 0.0
 
-    async def send(self, message: Message) -> None:
-        await self.can_write.wait()
-        if self.is_broken:
-            raise OSError("the connection is broken")
-        self.written.append(message)
+        def time(self) -> float:
+            return self.now_s
 
-    async def receive(self) -> Message:
-        await self.left.wait()
-        return {"type": "http.disconnect"}
+    async def num_read(pieces: list[bytes]) -> int:
+        found = list[bytes]()
 
-    @property
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.written)
+        async def receive() -> Message:
+            loop.now_s += 6.0
+            for _ in range(3):
+                await asyncio.sleep(0)  # a deadline that has passed ends the read here
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
+        def take(body: bytes) -> bool:
+            found.append(body)
+            return True
 
-async def settle() -> None:
-    """Lets everything run that can."""
-    for _ in range(20):
-        await asyncio.sleep(0)
+        await DraftLine().read(receive, take, finish_s=10.0, pause_s=0.0)
+        return len(found)
 
-
-class Streaming:
-    """A SessionStream over a SlowConnection, with a sink that stands for the engine.
-
-    steady: of a SteadyStream. is_read: whether the client reads at first.
-    """
-
-    def __init__(self, keep_alive_s: float = 60.0, steady: SteadyPace | None = None, is_read: bool = True) -> None:
-        self.connection = SlowConnection()
-        if is_read:
-            self.connection.can_write.set()
-        self.times = StepTimes(40.0, 1.0)
-        self.num_closed = 0
-        mailbox = Bridge().mailbox()
-        self.sink = mailbox.sink()
-        timer = SequenceWatch(RequestTally(), {}, 0.0)
-        stream = (SessionStream if steady is None else SteadyStream)(
-            SessionOpen(session="s", model="m", step_ms=40.0, draft_token_ms=1.0, steady=steady),
-            mailbox,
-            timer,
-            self._close,
-            keep_alive_s=keep_alive_s,
-            step_times=lambda: self.times,
-            line=DraftLine(),
-        )
-        scope: dict[str, Any] = {"type": "http", SERVER_SEND: self.connection.send}
-        self.task = asyncio.create_task(stream(scope, self.connection.receive, self.connection.send))
-
-    def _close(self) -> None:
-        self.num_closed += 1
-
-    async def commit(self, *tokens: int) -> None:
-        """One event a token; everything runs that can."""
-        for token in tokens:
-            self.sink(CommitEvent(token, (token,), 0, 0))
-        await settle()
-
-    async def left(self) -> None:
-        """The client has left, and the stream has ended."""
-        self.connection.left.set()
-        await self.task
-
-
-async def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:
-    """Once: later commits are as short as before, until they change again."""
-    streaming = Streaming()
-    for token, times in enumerate([(40.0, 1.0), (41.0, 1.5), (40.0, 26.6), (40.0, 26.6), (60.0, 26.6), (60.0, 1)]):
-        streaming.times = StepTimes(*times)
-        await streaming.commit(token)
-    streaming.sink(EndEvent("length", SequenceUsage()))
-    await settle()
-    events = [parse_event(line[6:]) for line in streaming.connection.body.split(b"\n\n") if line]
-    told = [(event.step_ms, event.draft_token_ms) for event in events if isinstance(event, Commit)]
-    assert told == [(None, None), (None, None), (40.0, 26.6), (None, None), (60.0, 26.6), (60.0, 1.0)]
-
-
-def test_the_engine_is_asked_for_its_times_by_time_and_not_by_commits() -> None:
-    """Thousands of streams commit in a second; gathering the engine's figures takes longer than a commit."""
-    now, found = [0.0], [EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, 40.0, 1.0)]
-    newest = NewestTimes(lambda: found.pop(), lambda: now[0])
-    assert {newest() for _ in range(100)} == {StepTimes(40.0, 1.0)}
-    now[0], found[:] = 0.6, [EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, 50.0, 2.0)]
-    assert newest() == newest() == StepTimes(50.0, 2.0)
-
-
-async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
-    """While a write waits, later events collect; they follow in order, and the end closes the response."""
-    streaming = Streaming(is_read=False)
-    connection = streaming.connection
-    await streaming.commit(0)
-    connection.can_write.set()
-    await settle()
-    assert b'"tokens":[0]' in connection.body
-    connection.can_write.clear()
-    num_before = len(connection.written)
-    for token in range(1, 6):
-        await streaming.commit(token)
-    streaming.sink(EndEvent("length", SequenceUsage()))
-    await settle()
-    assert len(connection.written) == num_before
-    connection.can_write.set()
-    await settle()
-    positions = [connection.body.index(b'"tokens":[%d]' % token) for token in range(6)]
-    assert positions == sorted(positions)
-    assert b'"reason":"length"' in connection.body
-    assert [message.get("more_body") for message in connection.written[1:]][-1] is False
-    await streaming.left()
-    assert streaming.num_closed == 1
-
-
-async def test_a_wake_up_is_one_write() -> None:
-    """Events that arrive together leave together."""
-    streaming = Streaming()
-    await settle()
-    num_before = len(streaming.connection.written)
-    await streaming.commit(0, 1, 2)
-    assert len(streaming.connection.written) == num_before + 1
-    assert streaming.connection.body.count(b'"tokens"') == 3
-    await streaming.left()
-
-
-async def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> None:
-    """Nothing goes on waiting, and later events are dropped."""
-    others = asyncio.all_tasks()
-    streaming = Streaming()
-    await settle()
-    streaming.connection.can_write.clear()
-    await streaming.commit(0, 1)
-    await streaming.left()
-    await streaming.commit(2)
-    assert streaming.num_closed == 1
-    assert asyncio.all_tasks() == others
-
-
-async def test_a_connection_that_fails_ends_the_session() -> None:
-    """An error of the server's `send` is logged, and the stream is closed."""
-    streaming = Streaming()
-    await settle()
-    streaming.connection.is_broken = True
-    await streaming.commit(0)
-    await asyncio.wait([streaming.task])
-    assert streaming.num_closed == 1
-
-
-def test_a_reader_that_is_slow_gets_the_whole_text() -> None:
-    """Over a real connection: a session whose events nobody reads for a while."""
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
-        with client.stream("POST", "/v1/sessions", json=body) as response:
-            server.wait_until(lambda: server.core.engine.stats().running == 0 and not server.core.engine.stats().queued)
-            tokens = [token for event in read_events(response) for token in getattr(event, "tokens", [])]
-        assert len(tokens) == 300
-        assert run_session(client, body).tokens == tokens
+    message = framed(bytes(40))
+    loop, data, cut = GivenTime(), message * 4, len(message) // 2
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        steps = [0, *range(cut, len(data), len(message)), len(data)]
+        assert runner.run(num_read([data[begin:end] for begin, end in pairwise(steps)])) == 4
+        with refused("request_timeout"):
+            runner.run(num_read([message + b"\x20", *(b"\x05" for _ in range(9))]))

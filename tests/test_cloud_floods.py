@@ -199,7 +199,7 @@ def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.Mo
     monkeypatch.setattr(answers, "MAX_LOGPROB_BYTES", 10_000)
     body = {"model": "fake", "prompt": "def f", "max_tokens": 40, "logprobs": 5, "ignore_eos": True}
     with serve_fake() as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        held = server.core.held_logprobs
+        held = server.core.held_answers
 
         def asked(num_tokens: int) -> tuple[int, str | None]:
             answer = client.post("/v1/completions", json=body | {"max_tokens": num_tokens})

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from tests.engine_harness import refused
 from tests.hostile_bodies import SESSIONS, VERIFY
+from tests.local_endpoint import serve_local
 from tests.serving import (
     JSON,
     FakeServer,
@@ -82,6 +83,30 @@ async def test_an_owner_has_one_worker_at_a_time() -> None:
         job.end()
     assert await asyncio.gather(*tasks) == ["done"] * 4
     assert not workers.turns.own.num_taken
+
+
+async def test_texts_do_not_wait_for_the_loops_threads() -> None:
+    """All of which may look up names at a server that does not answer."""
+    loop, workers, look_up = asyncio.get_running_loop(), Workers(), Job()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    waiting = loop.run_in_executor(None, look_up)
+    assert look_up.has_begun.wait(30)
+    assert await asyncio.wait_for(workers.run(b"a", len, "text"), 30) == 4
+    look_up.end()
+    assert await waiting == "done"
+
+
+def test_both_servers_end_their_threads() -> None:
+    """With themselves."""
+    with serve_fake() as cloud, serve_local(cloud.url) as local:
+        for server in (cloud, local):
+            body = {"model": "fake", "prompt": "def f", "max_tokens": 2}
+            assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        begun = [thread for thread in threading.enumerate() if thread.name.startswith("outrider-texts")]
+        cores = cloud.core, local.core
+    for thread in begun:
+        thread.join(30)
+    assert len(begun) >= len(cores) and not any(thread.is_alive() for thread in begun)
 
 
 async def test_a_cancelled_callers_thread_keeps_its_place() -> None:

@@ -16,7 +16,7 @@ from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
 from tests.raw_client import Raw, post
 from tests.serving import StepGate, code_of, serve_fake, target_tokens
-from tests.test_cloud_draft_budget import Streaming, settle
+from tests.test_cloud_streams import Streaming, settle
 from tests.test_long_request import (
     PROMPT,
     ROUTE,
@@ -189,7 +189,7 @@ def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
 
 async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where more waits than the server holds."""
-    monkeypatch.setattr("outrider.cloud.api.steady_stream.MOST_WAITING", 900)
+    monkeypatch.setattr("outrider.models.http.sse.MOST_WAITING", 900)
 
     stream = Streaming(steady=pace_of(None))
     await settle()

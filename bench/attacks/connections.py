@@ -31,6 +31,8 @@ PAD_BYTES: Final = 64 << 20
 TOKENIZER_BYTES: Final = 32 << 20
 NUM_CONNECTIONS: Final = 64
 ATTACK_S: Final = 10.0
+UNREAD_S: Final = 30.0
+FASTEST_STEP_MS: Final = 0.2
 _CAP_S: Final = 10.0
 _LARGE_S: Final = 300.0
 Requests = dict[str, tuple[int, list[bytes]]]
@@ -96,6 +98,32 @@ def unread_answers(subject: Subject) -> Iterator[Row]:
                 time.sleep(ATTACK_S)
             limit = "+64 MB; p99 under 50 ms more than the idle server's"
             yield Row("9", what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady)
+
+
+def unread_texts(subject: Subject) -> Iterator[Row]:
+    """Asks for texts with 20 logprobs a token and reads none: long sessions, and a streamed call of many texts. They
+    are longer than what the system's buffers take.
+    """
+    if subject.verifier.is_vllm:
+        raise NotMeasured("the texts of its target end within the system's buffers")
+    text = {"ignore_eos": True, "logprobs": 20}
+    session = text | {"prompt": [5, 6, 7], "max_tokens": 12_000}
+    call = text | {"prompt": "a", "max_tokens": 500, "n": 128, "stream": True}
+    for what, path, body, num_connections, step_ms in (
+        ("2 sessions", "/v1/sessions", session, 2, FASTEST_STEP_MS),
+        ("a streamed call of 128 texts", COMPLETIONS, call, 1, 10.0),
+    ):
+        with subject.emulated(step_ms, 0.0, "--max-positions", "16384") as server, subject.emulated(step_ms) as idle:
+            request = server.request("POST", path, body)
+            with beside(server, idle) as seen, attacking(hold, server.port, request, num_connections):
+                time.sleep(UNREAD_S)
+        yield Row(
+            "9",
+            f"{what} with 20 logprobs a token, never read, steps of {step_ms:g} ms: /health/live, memory",
+            f"{seen} in {UNREAD_S:g} s",
+            f"p99 and max under 50 ms more than the idle server's; +{MAX_GROWTH_MB:g} MB",
+            seen.is_steady and seen.health.worst < MAX_HEALTH_S + seen.idle.worst and seen.is_small,
+        )
 
 
 def floods(subject: Subject) -> Iterator[Row]:

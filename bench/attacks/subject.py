@@ -230,16 +230,16 @@ class Subject:
         arguments += ["--threads", "1", "--drain-s", "0", *self.verifier.options, *self.options, *options]
         return self._running(arguments, keys)
 
-    def emulated(self, step_ms: float, extra_ms: float = 0.0) -> AbstractContextManager[Server]:
+    def emulated(self, step_ms: float, extra_ms: float = 0.0, *options: str) -> AbstractContextManager[Server]:
         """Runs `bench.emulated`: the real server over a model whose every step takes `step_ms`, and extra_ms more for
-        each token after the first. With vLLM, `bench.paced_vllm` over the reference target: its steps take as long at
-        least, and never less than `_LEAST_STEP_MS`.
+        each token after the first. options: more of its own. With vLLM, `bench.paced_vllm` over the reference target:
+        its steps take as long at least, and never less than `_LEAST_STEP_MS`.
         """
         if self.verifier.is_vllm:
             step = str(max(step_ms, _LEAST_STEP_MS))
             paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", step, "--extra-ms", str(extra_ms)]
             return self._running([*paced, *ANY_PORT, "--threads", "1", "--drain-s", "0", *self.verifier.options])
-        return self._running(["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)])
+        return self._running(["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms), *options])
 
     def endpoint(
         self, cloud: str, *options: str, keys: Sequence[str] = (), draft: Path | None = None

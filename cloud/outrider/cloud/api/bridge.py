@@ -6,8 +6,8 @@ switch on a core that the model may be using. So events are queued, and the loop
 A mailbox hands its events to a reader that waits in `take`, or, once per wake-up, to the function given to `listen`: an
 event stream then writes them without a switch of tasks.
 
-A mailbox is bounded by what its sequences may still commit: `max_tokens` each, at least one token per event. A client
-that never reads its stream cannot make it grow beyond that, and still counts among its key's sessions.
+A mailbox is emptied as events come, also while its client reads nothing: what then waits is text, and bounded by the
+streams.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
         raise
     make = ChatShape if isinstance(body, openai.ChatRequest) else CompletionShape
     shape = make(model.name, params.seed, model.target, look)
-    return await answer(generation, len(prompts), shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
+    return await answer(generation, len(prompts), shape, body, request, core.held_answers, core.settings.keep_alive_s)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -144,11 +144,12 @@ class DraftLine:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             data = message.get("body", b"")
-            num_refused = self._take(reader.feed(data), take)
+            bodies = reader.feed(data)
+            num_refused = self._take(bodies, take)
             if not message.get("more_body"):
                 return reader.end()
-            if reader.is_within != is_within:
-                is_within = not is_within
+            if reader.is_within != is_within or (is_within and bodies):  # another message is unfinished than before
+                is_within = reader.is_within
                 self._reading.reschedule(self._loop.time() + finish_s if is_within else None)
             if num_refused:
                 await asyncio.sleep(num_refused * pause_s)

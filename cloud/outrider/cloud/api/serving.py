@@ -8,6 +8,7 @@ ends what runs, and its streams say so.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -72,6 +73,11 @@ class VerifierServer(BoundedServer):
         """Refuses new work, and closes when what runs has finished or been ended after `drain_s`. From any thread."""
         self.core.is_draining = True
         threading.Thread(target=self._drain, args=(drain_s,), name="outrider-drain", daemon=True).start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes connections, then the threads that made token ids for them."""
+        await super().shutdown(sockets)
+        self.core.workers.close()
 
     def _drain(self, drain_s: float) -> None:
         self.core.engine.stop(drain_s=drain_s)

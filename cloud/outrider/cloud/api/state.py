@@ -24,7 +24,7 @@ from outrider.cloud.seam import Asker, GenerateRequest, ServingEngine
 from outrider.models.bundle.manifest import Manifest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
-from outrider.models.http.answers import HeldLogprobs, model_not_found
+from outrider.models.http.answers import HeldAnswers, model_not_found
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Dialect, Grammars, dialect_of
 from outrider.models.http.encoding import Workers
@@ -261,7 +261,7 @@ class Core:
         self.bridge = Bridge()
         self.bodies = Bodies(settings.max_body_bytes)
         self.workers = Workers()
-        self.held_logprobs = HeldLogprobs()
+        self.held_answers = HeldAnswers()
         self.downloads = DownloadSlots(settings.download_limits)
         self.sessions = SessionTable()
         self.is_draining = self.is_dead = False

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from outrider.cloud.api.stream import SessionStream
 from outrider.models.wire.steady import OPENING_BYTES, comment, down_frame
-
-MOST_WAITING: Final = 1 << 20
-"""Bytes of events that wait for frames. A text that is faster for so long is cut, and its device goes on in another
-session: no client has the server hold more.
-"""
 
 
 class SteadyStream(SessionStream):
@@ -23,7 +16,6 @@ class SteadyStream(SessionStream):
     def _begin(self) -> None:
         assert self._opened.steady is not None
         self._size, self._every_s = self._opened.steady.down, self._opened.steady.every_ms / 1e3
-        self._pending = bytearray()
         self._due_s = self._written_s
         self._next()
 
@@ -34,19 +26,13 @@ class SteadyStream(SessionStream):
 
     def _frame(self) -> None:
         if self._sending is None:  # else the client reads too slowly, and gets fewer
-            self._start(down_frame(self._pending, self._size))
+            self._start(down_frame(self._backlog, self._size))
             if self._is_last():
                 return
         self._next()
 
-    def _is_last(self) -> bool:
-        return self._has_ended and not self._pending
-
     def _write(self, chunk: bytes) -> None:
-        self._pending += chunk
-        if len(self._pending) > MOST_WAITING:
-            assert self._task is not None
-            self._task.cancel()
+        self._hold(chunk)
 
     def _waiting(self) -> bytes:
         return b""

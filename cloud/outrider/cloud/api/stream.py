@@ -34,8 +34,8 @@ from outrider.models.wire.protocol import SessionEnd, SessionOpen, TextCut, Usag
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""
-
-
+_PIECE: Final = 64 << 10
+"""Of what has waited, in one write: a client that reads slowly shows it with each."""
 _EVERY_S: Final = 0.5
 _MUCH: Final = 0.2
 """Of a time, or of a step for a drafted token's: what a device decides by has changed."""
@@ -156,7 +156,7 @@ class SessionStream(Response):
         self._watch = watch
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
-        self._backlog = b""  # to send once the client has read more
+        self._backlog = bytearray()  # to send once the client has read more
         self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None  # a write that waits for the client
@@ -170,10 +170,8 @@ class SessionStream(Response):
         self._task = asyncio.current_task()
         self._send: Send = scope.get(SERVER_SEND, send)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send({"type": "http.response.body", "body": self._opening(), "more_body": True})
-            self._written_s = self._loop.time()
-            self._begin()
+            # Events are taken meanwhile: it may wait behind an answer that the client does not read.
+            self._sending = self._loop.create_task(self._send_rest(self._open(send)))
             self._line.write = self._write_beside
             self._mailbox.listen(self._on_events)
             await sse.until_gone(receive)
@@ -185,6 +183,12 @@ class SessionStream(Response):
                 self._sending.cancel()
             self._on_close()
 
+    async def _open(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._send({"type": "http.response.body", "body": self._opening(), "more_body": True})
+        self._written_s = self._loop.time()
+        self._begin()
+
     def _opening(self) -> bytes:
         return sse.encode(self._opened)
 
@@ -193,7 +197,7 @@ class SessionStream(Response):
         self._arm(self._keep_alive_s)
 
     def _on_events(self, items: list[Delivery]) -> None:
-        chunk = b""
+        chunk = bytearray()
         for _, event in items:
             if isinstance(event, EndEvent):
                 self._watch.ended(event)
@@ -207,7 +211,7 @@ class SessionStream(Response):
             chunk += self._commit(event) if self._text is None else self._cut(event, self._text)
         if not chunk:
             return  # committed between the stop string and the cancellation
-        self._write(chunk)
+        self._write(bytes(chunk))
 
     def _commit(self, event: CommitEvent) -> bytes:
         taken = self._line.news()
@@ -225,9 +229,14 @@ class SessionStream(Response):
     def _write(self, chunk: bytes) -> None:
         """Sends now, or after what waits for the client."""
         if self._sending is not None:
-            self._backlog += chunk
+            self._hold(chunk)
         else:
             self._start(chunk)
+
+    def _hold(self, chunk: bytes) -> None:
+        self._backlog += chunk
+        if len(self._backlog) > sse.MOST_WAITING:
+            self._leave()  # its device goes on in another session
 
     def _start(self, chunk: bytes) -> None:
         """Begins a write; ends it in a task where it waits for the client."""
@@ -268,11 +277,15 @@ class SessionStream(Response):
 
     def _waiting(self) -> bytes:
         """What is to be sent at once after a write that waited."""
-        chunk, self._backlog = self._backlog, b""
+        chunk = bytes(self._backlog[:_PIECE])
+        del self._backlog[:_PIECE]
         return chunk
 
     def _give_up(self, error: Exception) -> None:
         log_fault(error)
+        self._leave()
+
+    def _leave(self) -> None:
         assert self._task is not None
         self._task.cancel()  # `__call__`; the server then closes the connection
 

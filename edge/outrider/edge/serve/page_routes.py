@@ -89,7 +89,8 @@ def watching_routes(core: LocalCore) -> list[Route]:
             stop_ids = frozenset(facts.eos_token_ids)
             wanted = GenerationRequest(tuple(prompt), params, body.max_tokens, tokenizer=core.fingerprint)
             text.begin([wanted], TextStyle(stop_ids=stop_ids), facts, [grounding.quoted])
-        return sse.EventStream(text.events(), text.reader, text.close, keep_alive_s=core.settings.keep_alive_s)
+        hold, every_s = partial(core.held_answers.add, owner), core.settings.keep_alive_s
+        return sse.EventStream(text.events(), text.reader, text.close, keep_alive_s=every_s, hold=hold)
 
     return [Route(INFO, info, methods=["GET"]), Route(GENERATE, generate, methods=["POST"])]
 

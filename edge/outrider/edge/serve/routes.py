@@ -292,7 +292,7 @@ async def _answer(
         texts.begin(requests, cut, facts, quoted, num_each=body.num_each)
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
-    return await answer(texts, num_prompts, shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
+    return await answer(texts, num_prompts, shape, body, request, core.held_answers, core.settings.keep_alive_s)
 
 
 async def _while_connected(request: Request, work: Awaitable[Found]) -> Found:

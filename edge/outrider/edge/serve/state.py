@@ -23,7 +23,7 @@ from outrider.edge.serve.upstream import Upstream, conversation_to_render
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
-from outrider.models.http.answers import HeldLogprobs, model_not_found
+from outrider.models.http.answers import HeldAnswers, model_not_found
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Grammars, dialect_of
 from outrider.models.http.encoding import Workers, encode_chat
@@ -135,7 +135,7 @@ class LocalCore:
     places: TextSlots = field(init=False)
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
-    held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
+    held_answers: HeldAnswers = field(default_factory=HeldAnswers)
 
     def request_error(self, error: Exception) -> RequestError:
         """What the client gets for this one; the log has the verifiers' addresses always."""
@@ -236,11 +236,12 @@ class LocalCore:
             )
 
     async def aclose(self) -> None:
-        """Ends all texts, closes the connections and releases the draft."""
+        """Ends all texts, closes the connections and the threads, and releases the draft."""
         self.is_draining = True
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.workers.close()
         await self.upstream.aclose()
         await asyncio.to_thread(self.drafts.close)
 

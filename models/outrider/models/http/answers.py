@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from starlette.requests import Request
@@ -228,8 +229,8 @@ _WITHOUT: Final = b'"logprobs":null'
 """Stands in an answer where its logprobs go. No text can contain it: its quotes would be escaped."""
 
 
-class HeldLogprobs(Shares[bytes]):
-    """The bytes that answers hold of logprobs until they are sent."""
+class HeldAnswers(Shares[bytes]):
+    """The bytes that answers hold until they are sent: of logprobs, and of streams beyond `sse.MOST_WAITING`."""
 
     def __init__(self) -> None:
         super().__init__(MAX_LOGPROB_BYTES, MAX_ALL_LOGPROB_BYTES)
@@ -239,7 +240,7 @@ class HeldLogprobs(Shares[bytes]):
 class _Holding:
     """What one answer holds of logprobs."""
 
-    held: HeldLogprobs
+    held: HeldAnswers
     owner: bytes
     num_bytes: int = 0
 
@@ -277,13 +278,14 @@ async def answer(
     shape: Shape,
     body: openai.GenerationRequest,
     request: Request,
-    held: HeldLogprobs,
+    held: HeldAnswers,
     keep_alive_s: float,
 ) -> Response:
     """The response; closes `texts` at its end, however it ends. The request's body must have been read."""
     if body.stream:
         chunks = _stream(texts, shape, body)
-        return sse.EventStream(chunks, texts.reader, texts.close, keep_alive_s=keep_alive_s)
+        hold = partial(held.add, texts.owner)
+        return sse.EventStream(chunks, texts.reader, texts.close, keep_alive_s=keep_alive_s, hold=hold)
     holding = _Holding(held, texts.owner)
     try:
         return await _whole(texts, num_prompts, shape, body, request, holding)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -65,15 +66,20 @@ _MIN_CUT_TOKENS: Final = 1 << 14
 
 
 class Workers:
-    """Runs functions in threads: one per owner at a time, `max_threads` in all. Lives on one event loop."""
+    """Runs functions in threads: one per owner at a time, `max_threads` in all. Lives on one event loop.
+
+    The threads are its own. The loop's also look up names, which cannot be cancelled: where no name server answers, all
+    of them wait for it.
+    """
 
     def __init__(self, max_threads: int = MAX_THREADS) -> None:
         self.turns = Turns(max_threads)
+        self._threads = ThreadPoolExecutor(max_threads, "outrider-texts")
 
     async def run(self, owner: bytes, function: Callable[..., T], *args: Any) -> T:
         """Returns what `function(*args)` returns, when its turn has come."""
         await self.turns.take(owner)
-        work = asyncio.get_running_loop().run_in_executor(None, function, *args)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
         def finish(done: asyncio.Future[T]) -> None:
             self.turns.release(owner)
@@ -83,6 +89,10 @@ class Workers:
         # A thread cannot be cancelled: a cancelled caller's turn lasts until its thread is done.
         work.add_done_callback(finish)
         return await asyncio.shield(work)
+
+    def close(self) -> None:
+        """Ends the threads, once what they run is done. `run` may not be called any more."""
+        self._threads.shutdown(wait=False)
 
 
 def check_length(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:

@@ -66,6 +66,8 @@ HEADERS: Final = [
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
 """Of every event stream's response."""
+MOST_WAITING: Final = 1 << 20
+"""Bytes of a stream that wait for its client: no client has the server hold more of its own accord."""
 
 
 Reader = Inbox[Any]
@@ -82,6 +84,8 @@ class EventStream(Response):
 
     When the client leaves, `reader` is closed, on which `chunks` waits. `on_close` is called once in any case. After
     `keep_alive_s` without a write the reader is poked; `chunks` should then yield KEEP_ALIVE: nothing is silent longer.
+    hold: takes the bytes that wait for the client beyond MOST_WAITING, and gives back negative ones; where it returns
+    False, the stream is cut.
     """
 
     media_type = "text/event-stream"
@@ -93,8 +97,11 @@ class EventStream(Response):
         on_close: Callable[[], None],
         *,
         keep_alive_s: float,
+        hold: Callable[[int], bool] = lambda num_bytes: num_bytes <= 0,
     ) -> None:
         self._chunks = chunks
+        self._hold = hold
+        self._num_waiting = self._num_held = 0
         self._reader = reader
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
@@ -104,18 +111,49 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
+        waiting = Inbox[bytes]()
+        taking = asyncio.get_running_loop().create_task(self._take(waiting, asyncio.current_task()))
         self._written()
         self._arm(self._keep_alive_s)
         try:
             async with closed_on_disconnect(self._reader, receive):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for chunk in self._chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    self._written()
+                while chunks := await waiting.take():
+                    for chunk in chunks:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        self._written()
+                        self._count(-len(chunk))
+                await taking  # raises what `chunks` did
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            taking.cancel()
             self._timer.cancel()
+            self._count(-self._num_waiting)
             self._on_close()
+
+    async def _take(self, waiting: Inbox[bytes], writer: asyncio.Task[None] | None) -> None:
+        """Takes chunks as they come, also while the client does not read: events in the reader would be larger, and
+        after a minute their chunks a second's work at once.
+        """
+        assert writer is not None
+        try:
+            async for chunk in self._chunks:
+                if not self._count(len(chunk)):
+                    writer.cancel()  # the server then closes the connection
+                    return
+                waiting.put(chunk)
+        finally:
+            waiting.close()
+
+    def _count(self, num_bytes: int) -> bool:
+        """Of those that wait. False for too many."""
+        self._num_waiting += num_bytes
+        held = max(0, self._num_waiting - MOST_WAITING)
+        if held != self._num_held:
+            if not self._hold(held - self._num_held):
+                return False
+            self._num_held = held
+        return True
 
     def _written(self) -> None:
         self._written_s = asyncio.get_running_loop().time()
