@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -278,7 +279,10 @@ class VerifierClient(HttpEndpoint):
             content = padded(request.model_dump_json(exclude_defaults=True).encode())
         exchange = Exchange(self._left, is_traced=self._is_traced)
         try:
-            response = await self._head(exchange, self._build("POST", "/v1/sessions", exchange, content, headers))
+            asked = self._build("POST", "/v1/sessions", exchange, content, headers)
+            response = await self._head(exchange, asked)
+            # `open` says how long the stream may be silent, and `_events` bounds it: httpx reads this anew for a body.
+            asked.extensions["timeout"]["read"] = longest_silence_s(inf)
             if response.status_code != 200:
                 raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
         except BaseException as error:
@@ -306,6 +310,7 @@ class VerifierClient(HttpEndpoint):
                 async with asyncio.timeout_at(line_until):
                     chunk = await exchange.next_chunk()
             except TimeoutError:
+                await self._close_idle()
                 raise silent(self.url, silence_s) from None
             except (httpx.TransportError, ssl.SSLError) as e:
                 raise lost(self.url, e, is_answering=True) from e
