@@ -17,7 +17,15 @@ from typing import TypeVar
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
-from outrider.models.client.errors import EndpointLost, EndpointUnfit, EndpointWrong, KeyRefused, refusal_error
+from outrider.models.client.errors import (
+    EndpointLost,
+    EndpointRefused,
+    EndpointUnfit,
+    EndpointWrong,
+    KeyRefused,
+    ModelFailed,
+    end_error,
+)
 from outrider.models.client.messages import ByteCounts
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
@@ -134,7 +142,7 @@ class Endpoints:
                 await self._move_on(e, text)
             except RequestError as e:
                 if not can_ask_again(client.url, e):
-                    await self._move_on(_of_key(e), text)
+                    await self._move_on(_of_endpoint(e), text)
 
     async def call(self, ask: Callable[[VerifierClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
         """Asks one endpoint after the other until one answers; raises CloudError when none is left.
@@ -151,7 +159,7 @@ class Endpoints:
             except EndpointLost as e:
                 await self._move_on(e, text)
             except RequestError as e:
-                await self._move_on(_of_key(e), text)
+                await self._move_on(_of_endpoint(e), text)
             else:
                 self._has_answered = self._is_patient = True
                 self._report_success(client)
@@ -175,7 +183,11 @@ class Endpoints:
             self._fleet.failed(failed, error)
         # One that has worked may do so again: a name that is gone while this device changes networks, a portal's
         # certificate.
-        is_final = isinstance(error, EndpointUnfit) or (isinstance(error, EndpointWrong) and not self._has_answered)
+        is_final = (
+            isinstance(error, EndpointUnfit)
+            or (isinstance(error, EndpointWrong) and not self._has_answered)
+            or (isinstance(error, ModelFailed) and text.fails_again(failed))
+        )
         if is_final:
             text.unfit[failed] = error
         if error.retry_after_s:
@@ -257,15 +269,17 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
     text.require_same(Served(client.url, model, target))
 
 
-def _of_key(refusal: RequestError) -> KeyRefused:
-    """The refusal as a failure of its endpoint, where another may take this device's key; raises any other."""
+def _of_endpoint(refusal: RequestError) -> EndpointRefused:
+    """The refusal as a failure of its endpoint, where another may take the text, or the key; raises any other."""
+    if refusal.code == "upstream_refused":
+        return EndpointRefused(refusal)
     if refusal.status not in (401, 403) or refusal.code == "tolerance_not_allowed":
         raise refusal
     return KeyRefused(refusal)
 
 
 def _none_fit(errors: list[EndpointLost]) -> OutriderError:
-    if isinstance(errors[-1], KeyRefused) and all(isinstance(each, KeyRefused) for each in errors):
+    if isinstance(errors[-1], EndpointRefused) and all(isinstance(each, EndpointRefused) for each in errors):
         return errors[-1].refusal
     if len(errors) == 1:
         return errors[0]
@@ -274,6 +288,5 @@ def _none_fit(errors: list[EndpointLost]) -> OutriderError:
 
 def _end_error(client: VerifierClient, end: SessionEnd) -> Exception:
     if end.error is not None and end.reason == "error":
-        # The server answers for a fault of its own with "error"; elsewhere the same request may well succeed.
-        return refusal_error(client.url, end.error, 500)
+        return end_error(client.url, end.error)
     return EndpointLost(f"{client.url}: the session was ended by the server ({end.reason})")
