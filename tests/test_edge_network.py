@@ -7,18 +7,21 @@ import json
 import socket
 from collections.abc import Iterable
 from contextlib import closing, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpcore
 import httpx
 import pytest
+from tests.agents import Clock
 from tests.hostile_answers import STREAM, event, opened
 from tests.raw_server import RawServer, raw_server
 
+from outrider.models.client import client as client_module
 from outrider.models.client import http_endpoint
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost
-from outrider.models.wire.protocol import Commit, SessionRequest
+from outrider.models.wire.protocol import Commit, SessionOpen, SessionRequest
 
 READY = b'{"status":"ready","model":"m"}'
 LONG = json.dumps({"messages": [{"role": "user", "content": "a" * 100_000}]}).encode()
@@ -167,3 +170,29 @@ async def test_a_stream_may_be_silent_for_as_long_as_its_server_says(monkeypatch
             client.open_session(request) as events,
         ):
             assert [each.tokens async for each in events if isinstance(each, Commit)] == [[5]]
+
+
+async def test_one_late_acknowledgement_costs_later_texts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only three texts in a row without any switch long requests off, or a refusal; after ten minutes one is tried."""
+    clock = Clock()
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=clock))
+    opened = SessionOpen(session="s", model="m", stop_ids=[], protocol=3)
+    async with VerifierClient("http://verifier") as client:
+
+        def has_one(num_taken: int = 0, *, is_refused: bool = False) -> bool:
+            """Whether a text has a long request, of which so many messages are then acknowledged."""
+            if (line := client.for_one_text()._begin_long(opened, 0.1)) is None:
+                return False
+            line.num_taken = num_taken
+            if not num_taken:
+                line._on_unusable(is_refused)
+            client._end_long(line, is_cut=True)
+            return True
+
+        assert all(has_one(num_taken) for num_taken in (0, 0, 1, 0, 0, 0)) and not has_one()
+        clock.now += 599.0
+        assert not has_one()
+        clock.now += 1.0
+        assert has_one() and not has_one()
+        clock.now += 600.0
+        assert has_one(1) and has_one(is_refused=True) and not has_one()
