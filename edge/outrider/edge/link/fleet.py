@@ -29,7 +29,6 @@ Sleep = Callable[[float], Awaitable[None]]
 
 FRESH_S: Final = 5.0
 """How long a cloud's figures are believed."""
-LOOK_TIMEOUT_S: Final = 5.0
 COMPARE_TIMEOUT_S: Final = 2.0
 """Longest delay of the first text by clouds that do not show their readiness."""
 CLEARLY: Final = 1.25
@@ -55,7 +54,7 @@ class _Member:
     look: asyncio.Task[Served | None] | None = None
     mending: asyncio.Task[None] | None = None
     has_served: bool = False
-    has_answered: bool = False  # at the newest look
+    has_answered: bool = False  # a look, since `finds_one` was asked or a text failed
     is_refusing: bool = False  # this device's key, when it was left out
 
 
@@ -139,6 +138,7 @@ class Fleet:
         refuses this device's key suits none.
         """
         member = self._members[url]
+        member.has_answered = False
         is_refusing = isinstance(error, KeyRefused)
         if (isinstance(error, EndpointUnfit) and not is_refusing) or len(self.clients) == 1:
             return
@@ -174,9 +174,14 @@ class Fleet:
         return [served for look in looks if look in done and (served := look.result()) is not None]
 
     async def finds_one(self, timeout_s: float) -> bool:
-        """Whether any cloud answers now. A gateway that hides the readiness counts: texts show whether it works."""
+        """Whether any cloud answers now, or has since the last call: a look may take longer than `timeout_s`. A gateway
+        that hides the readiness counts: texts show whether it works.
+        """
         await self.look(timeout_s)
-        return any(member.has_answered and not self.refuses(url) for url, member in self._members.items())
+        found = [url for url, member in self._members.items() if member.has_answered]
+        for url in found:
+            self._members[url].has_answered = False
+        return not all(self.refuses(url) for url in found)
 
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
@@ -202,7 +207,6 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self, member: _Member) -> asyncio.Task[Served | None]:
-        member.has_answered = False
         member.look = asyncio.get_running_loop().create_task(self._ask(member))
         member.look.add_done_callback(partial(_looked, member))
         return member.look
@@ -227,13 +231,10 @@ class Fleet:
         """
         took_ms = None
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                for _ in range(num_times):
-                    asked_at = self._clock()
-                    member.ready = await member.client.ready()
-                    took_ms = (self._clock() - asked_at) * 1e3
-        except TimeoutError:
-            raise EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s") from None
+            for _ in range(num_times):
+                asked_at = self._clock()
+                member.ready = await member.client.ready()
+                took_ms = (self._clock() - asked_at) * 1e3
         except EndpointLost as error:
             if error.status != 404:
                 raise
