@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 
+import httpx
 import pytest
-from tests.agents import generate, scripted_client
-from tests.test_edge_resume import ONE, PROMPT, Answer, Script, ended, opened, session, stream
+from tests.agents import Clock, generate, scripted_client
+from tests.test_edge_resume import (
+    ONE,
+    PROMPT,
+    Answer,
+    Script,
+    ended,
+    opened,
+    refusing,
+    session,
+    stream,
+    unreachable,
+)
 
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.wire.protocol import Commit, ErrorBody
@@ -53,3 +69,41 @@ async def test_a_text_on_which_a_model_fails_is_tried_once_more_at_each_endpoint
     with pytest.raises(CloudError, match="model_fault: no"):
         await generate([scripted_client(one), scripted_client(two, "http://two")], ONE)
     assert len(one.requests) == len(two.requests) == 2
+
+
+@pytest.mark.parametrize(("drawn", "factor"), [(0.0, 0.5), (0.5, 1.0), (1.0, 1.5)])
+async def test_pauses_vary_and_double_until_some_tokens_have_come(drawn: float, factor: float) -> None:
+    """A server that ends each text after a token is asked less and less often; eight tokens begin anew."""
+
+    def cut(num_tokens: int) -> Answer:
+        return session(opened(stop_ids=()), Commit(base=0, tokens=[7] * num_tokens))
+
+    clock, jitter, request = Clock(), lambda: drawn, GenerationRequest(PROMPT, max_tokens=29)
+    rest = session(opened(stop_ids=()), Commit(base=0, tokens=[7] * 10), ended())
+    script = Script(cut(1), unreachable, cut(1), cut(7), cut(9), cut(1), rest)
+    result = await generate([scripted_client(script)], request, sleep=clock.sleep, clock=clock, jitter=jitter)
+    assert len(result.tokens) == 29 and len(script.requests) == 7
+    assert clock.pauses == pytest.approx([factor * pause_s for pause_s in (0.05, 0.1, 0.2, 0.4, 0.05, 0.1)])
+    assert Endpoints([scripted_client(rest)])._jitter is random.random
+
+
+async def test_what_a_server_asks_for_is_waited_for_and_up_to_a_quarter_more() -> None:
+    """Never less."""
+    for drawn, expected in ((0.0, 8.0), (1.0, 10.0)):
+        clock, jitter = Clock(), lambda: drawn  # noqa: B023
+        script = Script(lambda _: httpx.Response(503, headers={"retry-after": "8"}), refusing(0))
+        result = await generate([scripted_client(script)], ONE, sleep=clock.sleep, clock=clock, jitter=jitter)
+        assert result.tokens == (5,) and clock.pauses == [expected]
+
+
+async def test_a_cloud_that_has_served_other_texts_is_no_wrong_address() -> None:
+    """A name that is gone, or a portal's answer, while this device changes networks: it is tried again."""
+    served, clock = Script(refusing(0), lambda _: httpx.Response(404), refusing(0)), Clock()
+    async with scripted_client(served) as client:
+        fleet = Fleet([client])
+        for _ in range(2):
+            endpoints = Endpoints([client.for_one_text()], None, clock.sleep, clock, fleet=fleet)
+            assert (await StreamAgent(endpoints).generate(ONE)).tokens == (5,)
+        assert len(clock.pauses) == 1
+        with pytest.raises(CloudError, match="no verifier at"):
+            await stream(Script(lambda _: httpx.Response(404)), ONE)

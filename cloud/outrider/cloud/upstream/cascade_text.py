@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from itertools import takewhile
@@ -28,6 +29,7 @@ from outrider.cloud.upstream.mid import MidRun
 from outrider.cloud.upstream.upstream import Upstream, wire_item, wire_request
 from outrider.models.client.errors import EndpointLost, EndpointUnfit, ModelFailed, TargetMismatch, end_error
 from outrider.models.client.messages import DraftMessage
+from outrider.models.client.pauses import CLEARING_TOKENS, later_s, spread_s
 from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
 from outrider.models.processors.chooser import TokenLogprobs
@@ -129,15 +131,18 @@ class CascadedText:
                 counts.losses += 1
                 now = loop.time()
                 if not num_failures or len(self.confirmed) > num_known:
-                    num_failures, num_faults, failing_since, pause_s = 0, 0, now, retry.first_pause_s
+                    num_failures, num_faults, failing_since = 0, 0, now
                     _log.warning("%s", lost, extra={"event": "upstream_lost"})
+                if len(self.confirmed) - num_known >= CLEARING_TOKENS:
+                    pause_s = retry.first_pause_s
                 num_failures += 1
                 num_faults += isinstance(lost, ModelFailed)
                 if num_faults > 1:
                     return self.end("error", _failed())
                 if num_failures >= retry.max_failures and now - failing_since >= retry.max_outage_s:
                     return self.end("error", _lost())
-                wait_s = max(pause_s, min(lost.retry_after_s, retry.max_outage_s))
+                asked_s = min(later_s(lost.retry_after_s, random.random), retry.max_outage_s)
+                wait_s = max(spread_s(pause_s, random.random), asked_s)
             finally:
                 self._session = None
             await asyncio.sleep(wait_s)

@@ -129,6 +129,11 @@ class Fleet:
         """Whether this cloud is left out now."""
         return self._members[url].breaker.is_open
 
+    @property
+    def has_served(self) -> bool:
+        """Whether any cloud has served tokens."""
+        return any(member.has_served for member in self._members.values())
+
     def refuses(self, url: str) -> bool:
         """Whether a cloud is left out because it refuses this device's key, which its readiness does not ask for."""
         return self._members[url].is_refusing and self.is_down(url)
