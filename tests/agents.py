@@ -114,15 +114,18 @@ async def generate(
     on_tokens: Callable[[TokenBatch], None] | None = None,
     wrap: Callable[[VerifierClient], Posts] | None = None,
     width: int = 4,
+    jitter: Callable[[], float] = lambda: 0.5,
 ) -> GenerationResult:
-    """One text from the first cloud that works, given by its URL or a client, which is closed. width: of the tree."""
+    """One text from the first cloud that works, given by its URL or a client, which is closed. width: of the tree.
+    jitter: 0.5 changes no pause.
+    """
     estimates = estimates or Estimates()
     depth = depth or CostModelDepth(estimates)
     clients = [VerifierClient(each, options) if isinstance(each, str) else each for each in clouds]
     async with AsyncExitStack() as stack:
         for client in clients:
             stack.push_async_callback(client.aclose)
-        endpoints = Endpoints(clients, retry, sleep, clock, on_trouble)
+        endpoints = Endpoints(clients, retry, sleep, clock, on_trouble, jitter=jitter)
         tree = AgentOptions(tree=TreeLimits(width=width))
         agent: StopAndWaitAgent | StreamAgent = StreamAgent(endpoints, draft, depth, estimates, tree, wrap_posts=wrap)
         if mode is Mode.STOP_AND_WAIT:

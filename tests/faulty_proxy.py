@@ -145,7 +145,7 @@ class AgainstLongRequests(FaultyProxy):
     server see a transfer coding that it answers 501, "cuts" closes the connection in the middle of a message, after so
     many reads.
 
-    num_met: long requests that came by, each as the first request of a connection.
+    num_met: long requests that came by.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class AgainstLongRequests(FaultyProxy):
         self.num_met = 0
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
-        if is_up and (first := await reader.read(1 << 16)):
+        while is_up and (first := await reader.read(1 << 16)):
             if DRAFTS_MEDIA_TYPE.encode() in first:
                 self.num_met += 1
                 if self._how == "buffers":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import httpx
 import pytest
@@ -42,7 +43,7 @@ from outrider.models.client.checks import SessionCheck
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
+from outrider.models.wire.protocol import Commit, ErrorBody, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 SOON = UpstreamRetry(max_failures=2, max_outage_s=0.0, first_pause_s=0.001, max_pause_s=0.001)
@@ -224,6 +225,29 @@ def test_a_lost_upstream_ends_a_text_with_an_error_and_confirms_nothing_more() -
         running.mid.wait_until(running.mid.is_empty)
         body = {"items": [{"prefix": PROMPT, "draft": [1]}]}
         assert running.client.post("/v1/verify", json=body).json()["error"]["code"] == "upstream_lost"
+
+
+@pytest.mark.parametrize("is_fault", [True, False])
+def test_an_error_of_the_targets_ends_a_text_and_is_named(is_fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal at once. A fault of its model after one more try: the same text may fail on it each time."""
+    events, refusal = VerifierClient._events, ErrorBody(code="grammar_too_complex", message="no")
+
+    async def refusing(*arguments: Any) -> AsyncGenerator[SessionEvent, None]:
+        async for event in events(*arguments):
+            is_end = isinstance(event, SessionEnd)
+            yield event.model_copy(update={"reason": "error", "error": refusal}) if is_end else event
+
+    if not is_fault:
+        monkeypatch.setattr(VerifierClient, "_events", refusing)
+    retry = UpstreamRetry(max_failures=6, max_outage_s=0.0, first_pause_s=0.0)
+    with cascade(1.0, retry=retry) as running:
+        running.big.runtime._fail_on_token = PROMPT[-1] if is_fault else None
+        text = run_session(running.client, asking(max_tokens=4))
+        assert text.end.error is not None and text.end.error.code == ("model_fault" if is_fault else "upstream_refused")
+        assert running.engine.counts.losses == (2 if is_fault else 0)
+        assert is_fault or (
+            text.tokens == target_tokens(PROMPT, 4, SETTINGS[1]) and "grammar_too_complex" in text.end.error.message
+        )
 
 
 def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -20,11 +22,13 @@ from tests.serving import (
     serve_fake,
     target_tokens,
 )
+from tests.waiting import run
 
 from outrider.cloud.api import stream
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
+from outrider.cloud.upstream import cascade_text
 from outrider.cloud.upstream.cascade_text import CascadedText
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import (
@@ -36,6 +40,7 @@ from outrider.cloud.upstream.upstream import (
     wire_item,
     wire_request,
 )
+from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -204,6 +209,42 @@ def test_an_upstream_without_logprobs_is_an_error(usual: Cascade, monkeypatch: p
     body = {"prompt": PROMPT, "max_tokens": 4, "logprobs": 2}
     assert code_of(usual.client.post("/v1/completions", json=body)) == (502, "upstream_refused")
     assert usual.engine.counts.losses == losses + 2
+
+
+@pytest.mark.parametrize(("drawn", "factor"), [(0.0, 0.5), (1.0, 1.5)])
+def test_pauses_vary_and_double_until_some_tokens_have_come(
+    usual: Cascade, drawn: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device's: a target that restarts is not asked by all texts at the same moment."""
+    pauses, nums = list[float](), [1, 1, 7, 8, 1]
+
+    class Noting:
+        """`asyncio`, whose pauses pass at once."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio, name)
+
+        async def sleep(self, seconds: float) -> None:
+            pauses.append(seconds)
+
+    async def cut(text: CascadedText) -> None:
+        """A session upstream that brings so many tokens and is lost; the last one asks for a pause."""
+        text.confirmed.extend([5] * nums.pop(0))
+        lost = EndpointLost("cut")
+        lost.retry_after_s = 0.0 if nums else 8.0
+        if not nums:
+            text._has_ended = True
+        raise lost
+
+    monkeypatch.setattr(cascade_text, "asyncio", Noting())
+    monkeypatch.setattr(cascade_text, "random", SimpleNamespace(random=lambda: drawn))
+    monkeypatch.setattr(CascadedText, "_run_session", cut)
+    facts = fetch_facts(usual.big.url, None)
+    upstream = Upstream(None, facts, b"secret", UpstreamRetry(), CascadeCounts())  # type: ignore[arg-type]
+    request = flat_request(tuple(PROMPT), SETTINGS[1], 99)
+    run(CascadedText(request, Collector(), usual.engine, upstream, lambda act: None, lambda: None)._generate())
+    expected = [0.05 * factor, 0.1 * factor, 0.2 * factor, 0.05 * factor, 8.0 * (1.0 + drawn / 4.0)]
+    assert pauses == pytest.approx(expected)
 
 
 async def test_a_key_never_crosses_a_network_in_clear() -> None:

@@ -281,6 +281,33 @@ async def test_a_gateway_that_hides_its_readiness_is_a_cloud_that_answers() -> N
         await each.aclose()
 
 
+async def test_a_look_may_take_longer_than_who_asks_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network with seconds of round trip: silence ends it, and what it found counts for the next who asks."""
+    loop, answers, late_s = asyncio.get_running_loop(), asyncio.Semaphore(0), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + late_s)
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await answers.acquire()
+        return httpx.Response(200, json={"status": "ready", "model": "m"})
+
+    fleet = Fleet([VerifierClient(A, transport=httpx.MockTransport(answer))])
+    for num_answers, fails in ((2, False), (1, True)):
+        assert not await fleet.finds_one(0.0)
+        late_s += 12.0  # then the answers come
+        await asyncio.sleep(0)
+        look = fleet._members[A].look
+        assert look is not None and not look.done()
+        for _ in range(num_answers):
+            answers.release()
+        await look
+        if fails:
+            fleet.failed(A, EndpointLost(f"{A}: gone"))  # meanwhile
+        assert await fleet.finds_one(0.0) is not fails
+    assert not await fleet.finds_one(0.0)
+    await fleet.aclose()
+
+
 def test_the_command_refuses_to_send_a_key_in_the_clear(
     outrider: Outrider,
 ) -> None:

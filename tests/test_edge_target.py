@@ -262,10 +262,12 @@ async def facts_from(
     *handlers: Answer,
     retry: RetryPolicy | None = None,
     on_trouble: Callable[[str], None] = lambda words: None,
+    jitter: float = 0.0,
 ) -> ModelFacts:
-    """Asks the verifiers, one after the other, until one answers."""
+    """Asks the verifiers, one after the other, until one answers. jitter: 0.0 adds nothing to what they ask for."""
     clients = [scripted_client(handler, f"http://verifier{index}") for index, handler in enumerate(handlers)]
-    return await Endpoints(clients, retry, clock.sleep, clock, on_trouble).call(lambda client: client.model_facts())
+    endpoints = Endpoints(clients, retry, clock.sleep, clock, on_trouble, jitter=lambda: jitter)
+    return await endpoints.call(lambda client: client.model_facts())
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,7 @@ def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
     for policy, first_s, last_s, num in ((OFFLINE_RETRY, 3, 3, 2), (for_texts, 3, 4.5, 6), (quick(1), 0.05, 0.05, 2)):
         clock, asked = Clock(), list[float]()
         with pytest.raises(CloudError, match="tokens_exhausted"):
-            run(facts_from(clock, verifier(clock, asked, *["60"] * 9, status=503), retry=policy))
+            run(facts_from(clock, verifier(clock, asked, *["60"] * 9, status=503), retry=policy, jitter=0.5))
         assert asked[1] == first_s and clock.now == pytest.approx(last_s) and len(asked) == num
 
 
@@ -335,7 +337,7 @@ async def test_an_outage_that_was_given_up_is_not_waited_out_again() -> None:
 
     waited = list[float]()
     async with VerifierClient("http://verifier", transport=httpx.MockTransport(handle)) as client:
-        endpoints = Endpoints([client], OFFLINE_RETRY, clock.sleep, clock)
+        endpoints = Endpoints([client], OFFLINE_RETRY, clock.sleep, clock, jitter=lambda: 0.5)
         for is_up in (True, False, False, True, False):
             began = clock.now
             with nullcontext() if is_up else pytest.raises(CloudError):

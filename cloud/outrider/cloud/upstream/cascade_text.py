@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from itertools import takewhile
@@ -26,8 +27,9 @@ from outrider.cloud.seam import (
 )
 from outrider.cloud.upstream.mid import MidRun
 from outrider.cloud.upstream.upstream import Upstream, wire_item, wire_request
-from outrider.models.client.errors import EndpointLost, EndpointUnfit, TargetMismatch
+from outrider.models.client.errors import EndpointLost, EndpointUnfit, ModelFailed, TargetMismatch, end_error
 from outrider.models.client.messages import DraftMessage
+from outrider.models.client.pauses import CLEARING_TOKENS, later_s, spread_s
 from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
 from outrider.models.processors.chooser import TokenLogprobs
@@ -115,7 +117,7 @@ class CascadedText:
 
     async def _generate(self) -> None:
         retry, counts, loop = self._upstream.retry, self._upstream.counts, asyncio.get_running_loop()
-        num_failures, failing_since, pause_s = 0, 0.0, retry.first_pause_s
+        num_failures, num_faults, failing_since, pause_s = 0, 0, 0.0, retry.first_pause_s
         while not self._has_ended:
             num_known = len(self.confirmed)
             if (reason := self._over()) is not None:
@@ -129,12 +131,18 @@ class CascadedText:
                 counts.losses += 1
                 now = loop.time()
                 if not num_failures or len(self.confirmed) > num_known:
-                    num_failures, failing_since, pause_s = 0, now, retry.first_pause_s
+                    num_failures, num_faults, failing_since = 0, 0, now
                     _log.warning("%s", lost, extra={"event": "upstream_lost"})
+                if len(self.confirmed) - num_known >= CLEARING_TOKENS:
+                    pause_s = retry.first_pause_s
                 num_failures += 1
+                num_faults += isinstance(lost, ModelFailed)
+                if num_faults > 1:
+                    return self.end("error", _failed())
                 if num_failures >= retry.max_failures and now - failing_since >= retry.max_outage_s:
                     return self.end("error", _lost())
-                wait_s = max(pause_s, min(lost.retry_after_s, retry.max_outage_s))
+                asked_s = min(later_s(lost.retry_after_s, random.random), retry.max_outage_s)
+                wait_s = max(spread_s(pause_s, random.random), asked_s)
             finally:
                 self._session = None
             await asyncio.sleep(wait_s)
@@ -164,8 +172,9 @@ class CascadedText:
                     self._usage.waited_s += max(0.0, event.usage.waited_ms) / 1e3
                     if event.reason in ("stop", "length", "context", "deadline"):
                         return self.end(event.reason)
-                    code = event.error.code if event.error is not None else event.reason
-                    raise EndpointLost(f"the upstream verifier ended a session: {code}")
+                    if event.error is not None and event.reason == "error":
+                        raise end_error(client.streams.url, event.error)
+                    raise EndpointLost(f"the upstream verifier ended a session: {event.reason}")
         raise EndpointLost("the upstream verifier cut a stream")
 
     def _on_commit(self, commit: Commit) -> None:
@@ -272,6 +281,10 @@ def _lost() -> RequestError:
         status=503,
         retry_after_s=5,
     )
+
+
+def _failed() -> RequestError:
+    return RequestError("model_fault", "the target's model failed on this text, twice", status=500)
 
 
 def _refused(refused: OutriderError) -> RequestError:

@@ -8,6 +8,7 @@ try again, not what is being generated.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -17,8 +18,17 @@ from typing import TypeVar
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
-from outrider.models.client.errors import EndpointLost, EndpointUnfit, EndpointWrong, KeyRefused, refusal_error
+from outrider.models.client.errors import (
+    EndpointLost,
+    EndpointRefused,
+    EndpointUnfit,
+    EndpointWrong,
+    KeyRefused,
+    ModelFailed,
+    end_error,
+)
 from outrider.models.client.messages import ByteCounts
+from outrider.models.client.pauses import CLEARING_TOKENS, Jitter, later_s, spread_s
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
 from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
@@ -35,9 +45,10 @@ class RetryPolicy:
     many connections in a few seconds. After it was given up that does not count before an endpoint answers again. A URL
     that never answered is wrong more often than late, except at a loopback address: a server that was started a moment
     ago refuses connections while it loads, so failures must have gone on for `max_loading_s`. After each whole round of
-    endpoints comes a pause, which doubles. An endpoint that asks for a longer one (Retry-After) is not tried before,
-    and others come first; but nobody waits for that beyond `max_asked_s` after the outage began, or beyond the time
-    above.
+    endpoints comes a pause, which doubles, also from one outage to the next where hardly a token has come between them.
+    Pauses vary, so that devices that lost the same server do not come back together. An endpoint that asks for a longer
+    one (Retry-After) is not tried before, and others come first; but nobody waits for that beyond `max_asked_s` after
+    the outage began, or beyond the time above.
     """
 
     max_failures: int = 6
@@ -51,9 +62,9 @@ class RetryPolicy:
 class Endpoints:
     """At least one endpoint; the first that works is kept until it fails.
 
-    clock counts seconds, as `sleep` does. on_trouble: called with a sentence before the first new attempt of an outage,
-    and again when every one of several endpoints has failed. fleet: what all texts know of these endpoints; gets this
-    text's failures and successes, and says which are down.
+    clock counts seconds, as `sleep` does. jitter: varies pauses. on_trouble: called with a sentence before the first
+    new attempt of an outage, and again when every one of several endpoints has failed. fleet: what all texts know of
+    these endpoints; gets this text's failures and successes, and says which are down.
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class Endpoints:
         clock: Callable[[], float] = time.monotonic,
         on_trouble: Callable[[str], None] = lambda words: None,
         fleet: Fleet | None = None,
+        jitter: Jitter = random.random,
     ) -> None:
         if not clients:
             raise ConfigError("no cloud endpoint is given; expected at least one URL")
@@ -73,10 +85,12 @@ class Endpoints:
         self._clock = clock
         self._on_trouble = on_trouble
         self._fleet = fleet
+        self._jitter = jitter
         self._current = 0
         self._not_before: dict[str, float] = {}  # by URL: when it may be tried again
-        self._has_answered = False
+        self._has_answered = fleet is not None and fleet.has_served
         self._is_patient = False
+        self._num_doublings = self._num_tokens = 0  # of the pause; tokens since the last failure
         self._failures: list[str] = []
         self._outage_began_at = 0.0
 
@@ -123,7 +137,7 @@ class Endpoints:
                             assert served is not None, "the client checks that `open` comes first"
                             text.took_tokens(served)
                             self._failures.clear()
-                            self._report_success(client)
+                            self._report_success(client, len(event.tokens))
                         elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
                             raise _end_error(client, event)
                         yield event, client
@@ -134,7 +148,7 @@ class Endpoints:
                 await self._move_on(e, text)
             except RequestError as e:
                 if not can_ask_again(client.url, e):
-                    await self._move_on(_of_key(e), text)
+                    await self._move_on(_of_endpoint(e), text)
 
     async def call(self, ask: Callable[[VerifierClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
         """Asks one endpoint after the other until one answers; raises CloudError when none is left.
@@ -151,10 +165,10 @@ class Endpoints:
             except EndpointLost as e:
                 await self._move_on(e, text)
             except RequestError as e:
-                await self._move_on(_of_key(e), text)
+                await self._move_on(_of_endpoint(e), text)
             else:
                 self._has_answered = self._is_patient = True
-                self._report_success(client)
+                self._report_success(client, 1)
                 return answer
 
     def _choose(self, text: TextOrigin) -> VerifierClient:
@@ -170,23 +184,29 @@ class Endpoints:
         if not self._failures:
             self._outage_began_at = now
         self._failures.append(str(error))
+        self._num_tokens = 0
         failed = self._clients[self._current].url
         if self._fleet is not None:
             self._fleet.failed(failed, error)
         # One that has worked may do so again: a name that is gone while this device changes networks, a portal's
         # certificate.
-        is_final = isinstance(error, EndpointUnfit) or (isinstance(error, EndpointWrong) and not self._has_answered)
+        is_final = (
+            isinstance(error, EndpointUnfit)
+            or (isinstance(error, EndpointWrong) and not self._has_answered)
+            or (isinstance(error, ModelFailed) and text.fails_again(failed))
+        )
         if is_final:
             text.unfit[failed] = error
         if error.retry_after_s:
             latest = self._outage_began_at + max(retry.max_asked_s, self._max_outage_s(error))
-            self._not_before[failed] = min(now + error.retry_after_s, latest)
+            self._not_before[failed] = min(now + later_s(error.retry_after_s, self._jitter), latest)
         num_fit = sum(client.url not in text.unfit for client in self._clients)
         if num_fit == 0:
             raise _none_fit(list(text.unfit.values()))
         num_failures, outage_s = len(self._failures), now - self._outage_began_at
         if num_failures >= retry.max_failures and outage_s >= self._max_outage_s(error):
             self._is_patient = False
+            self._num_doublings = 0
             left = f"{self._question(text)} Gave up" if error.is_absent else "no cloud endpoint is left"
             causes = dict.fromkeys([*self._failures, *map(str, text.unfit.values())])
             raise CloudError(
@@ -194,11 +214,11 @@ class Endpoints:
             ) from error
         self._current = self._next(text)
         following = self._choose(text).url
-        num_rounds, num_tried = divmod(num_failures, num_fit)
         pause_s = self._not_before.get(following, now) - now
-        if num_tried == 0:
-            doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
-            pause_s = max(pause_s, min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+        if num_failures % num_fit == 0:
+            own_s = min(retry.max_pause_s, retry.first_pause_s * 2**self._num_doublings)
+            pause_s = max(pause_s, spread_s(own_s, self._jitter))
+            self._num_doublings = min(self._num_doublings + 1, 32)  # a float holds no more than 1023
         if is_final:
             self._on_trouble(f"{error}. Trying {following}.")
         elif num_failures == 1 and num_fit > 1:
@@ -222,7 +242,10 @@ class Endpoints:
             fit = [index for index in fit if not fleet.is_down(self._clients[index].url)] or fit
         return min(fit or after, key=lambda index: max(now, self._not_before.get(self._clients[index].url, now)))
 
-    def _report_success(self, client: VerifierClient) -> None:
+    def _report_success(self, client: VerifierClient, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        if self._num_tokens >= CLEARING_TOKENS:
+            self._num_doublings = 0
         if self._fleet is not None:
             self._fleet.served(client.url)
 
@@ -257,15 +280,17 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
     text.require_same(Served(client.url, model, target))
 
 
-def _of_key(refusal: RequestError) -> KeyRefused:
-    """The refusal as a failure of its endpoint, where another may take this device's key; raises any other."""
+def _of_endpoint(refusal: RequestError) -> EndpointRefused:
+    """The refusal as a failure of its endpoint, where another may take the text, or the key; raises any other."""
+    if refusal.code == "upstream_refused":
+        return EndpointRefused(refusal)
     if refusal.status not in (401, 403) or refusal.code == "tolerance_not_allowed":
         raise refusal
     return KeyRefused(refusal)
 
 
 def _none_fit(errors: list[EndpointLost]) -> OutriderError:
-    if isinstance(errors[-1], KeyRefused) and all(isinstance(each, KeyRefused) for each in errors):
+    if isinstance(errors[-1], EndpointRefused) and all(isinstance(each, EndpointRefused) for each in errors):
         return errors[-1].refusal
     if len(errors) == 1:
         return errors[0]
@@ -274,6 +299,5 @@ def _none_fit(errors: list[EndpointLost]) -> OutriderError:
 
 def _end_error(client: VerifierClient, end: SessionEnd) -> Exception:
     if end.error is not None and end.reason == "error":
-        # The server answers for a fault of its own with "error"; elsewhere the same request may well succeed.
-        return refusal_error(client.url, end.error, 500)
+        return end_error(client.url, end.error)
     return EndpointLost(f"{client.url}: the session was ended by the server ({end.reason})")

@@ -29,7 +29,6 @@ Sleep = Callable[[float], Awaitable[None]]
 
 FRESH_S: Final = 5.0
 """How long a cloud's figures are believed."""
-LOOK_TIMEOUT_S: Final = 5.0
 COMPARE_TIMEOUT_S: Final = 2.0
 """Longest delay of the first text by clouds that do not show their readiness."""
 CLEARLY: Final = 1.25
@@ -55,7 +54,7 @@ class _Member:
     look: asyncio.Task[Served | None] | None = None
     mending: asyncio.Task[None] | None = None
     has_served: bool = False
-    has_answered: bool = False  # at the newest look
+    has_answered: bool = False  # a look, since `finds_one` was asked or a text failed
     is_refusing: bool = False  # this device's key, when it was left out
 
 
@@ -130,6 +129,11 @@ class Fleet:
         """Whether this cloud is left out now."""
         return self._members[url].breaker.is_open
 
+    @property
+    def has_served(self) -> bool:
+        """Whether any cloud has served tokens."""
+        return any(member.has_served for member in self._members.values())
+
     def refuses(self, url: str) -> bool:
         """Whether a cloud is left out because it refuses this device's key, which its readiness does not ask for."""
         return self._members[url].is_refusing and self.is_down(url)
@@ -139,6 +143,7 @@ class Fleet:
         refuses this device's key suits none.
         """
         member = self._members[url]
+        member.has_answered = False
         is_refusing = isinstance(error, KeyRefused)
         if (isinstance(error, EndpointUnfit) and not is_refusing) or len(self.clients) == 1:
             return
@@ -174,9 +179,14 @@ class Fleet:
         return [served for look in looks if look in done and (served := look.result()) is not None]
 
     async def finds_one(self, timeout_s: float) -> bool:
-        """Whether any cloud answers now. A gateway that hides the readiness counts: texts show whether it works."""
+        """Whether any cloud answers now, or has since the last call: a look may take longer than `timeout_s`. A gateway
+        that hides the readiness counts: texts show whether it works.
+        """
         await self.look(timeout_s)
-        return any(member.has_answered and not self.refuses(url) for url, member in self._members.items())
+        found = [url for url, member in self._members.items() if member.has_answered]
+        for url in found:
+            self._members[url].has_answered = False
+        return not all(self.refuses(url) for url in found)
 
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
@@ -202,7 +212,6 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self, member: _Member) -> asyncio.Task[Served | None]:
-        member.has_answered = False
         member.look = asyncio.get_running_loop().create_task(self._ask(member))
         member.look.add_done_callback(partial(_looked, member))
         return member.look
@@ -227,13 +236,10 @@ class Fleet:
         """
         took_ms = None
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                for _ in range(num_times):
-                    asked_at = self._clock()
-                    member.ready = await member.client.ready()
-                    took_ms = (self._clock() - asked_at) * 1e3
-        except TimeoutError:
-            raise EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s") from None
+            for _ in range(num_times):
+                asked_at = self._clock()
+                member.ready = await member.client.ready()
+                took_ms = (self._clock() - asked_at) * 1e3
         except EndpointLost as error:
             if error.status != 404:
                 raise

@@ -36,6 +36,7 @@ class TextOrigin:
     unfit: dict[str, EndpointLost] = field(default_factory=dict)
     began: Served | None = None
     _last_url: str = ""
+    _faulty: set[str] = field(default_factory=set)
 
     @property
     def target(self) -> str | None:
@@ -62,3 +63,10 @@ class TextOrigin:
         """Call once tokens from there are used; what comes first is the text's target."""
         self.began = self.began or served
         self._last_url = served.url
+        self._faulty.clear()
+
+    def fails_again(self, url: str) -> bool:
+        """Records that the model there failed on the text; whether it has before, and no token has come since."""
+        is_again = url in self._faulty
+        self._faulty.add(url)
+        return is_again

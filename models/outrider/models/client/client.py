@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -71,6 +72,9 @@ MAX_POSTS: Final = 8
 """Single messages in flight, each on a connection of its own."""
 MAX_UNACKNOWLEDGED: Final = 48
 """Messages of a long request in flight: some per step and round trip. A server names up to 64 that it drops."""
+MOST_UNHEARD: Final = 3
+OFF_S: Final = 600.0
+"""After so many long requests in a row without an acknowledgement texts do without for this long."""
 _LEAST_CONNECTIONS: Final = 3
 """For a stream, its long request, and a message beside them."""
 
@@ -80,11 +84,22 @@ MAX_RENDERED_BYTES: Final = 1 << 22
 
 
 class _Lines(dict[str, LongRequest]):
-    """The long requests of open sessions, by session. is_off: the way to this server passes none. needs_steady: the
-    server serves steady sessions only.
+    """The long requests of open sessions, by session. num_unheard: of those in a row without any acknowledgement.
+    off_until: when one is tried again. needs_steady: the server serves steady sessions only.
     """
 
-    is_off = needs_steady = False
+    num_unheard, off_until, needs_steady = 0, -inf, False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the way to this server seems to pass none."""
+        return time.monotonic() < self.off_until
+
+    def unusable(self, is_refused: bool) -> None:
+        """One was refused, or not acknowledged while the stream went on. A single one may only have been late."""
+        self.num_unheard += 1
+        if is_refused or self.num_unheard >= MOST_UNHEARD:
+            self.off_until = time.monotonic() + OFF_S
 
 
 class VerifierClient(HttpEndpoint):
@@ -219,10 +234,7 @@ class VerifierClient(HttpEndpoint):
             async with self._deadline(None):
                 await exchange.run(self._answer(request, MAX_ANSWER_BYTES, None))
 
-        def unusable() -> None:
-            shared.is_off = True
-
-        step_s = (opened.step_ms or 0.0) / 1e3
+        step_s, unusable = (opened.step_ms or 0.0) / 1e3, shared.unusable
         line = LongRequest(self.url, start, self.wire, rtt_s=took_s, step_s=step_s, on_unusable=unusable, pace=pace)
         shared[opened.session] = line
         return line
@@ -231,6 +243,8 @@ class VerifierClient(HttpEndpoint):
         """Of a session that is over, or given up."""
         for session in [name for name, each in self._lines.items() if each is line]:
             del self._lines[session]
+        if line.num_taken:
+            self._lines.num_unheard = 0
         line.end(is_cut=is_cut)
         if line.task is not None:
             self._left.add(line.task)
@@ -279,7 +293,10 @@ class VerifierClient(HttpEndpoint):
             content = padded(request.model_dump_json(exclude_defaults=True).encode())
         exchange = Exchange(self._left, is_traced=self._is_traced)
         try:
-            response = await self._head(exchange, self._build("POST", "/v1/sessions", exchange, content, headers))
+            asked = self._build("POST", "/v1/sessions", exchange, content, headers)
+            response = await self._head(exchange, asked)
+            # `open` says how long the stream may be silent, and `_events` bounds it: httpx reads this anew for a body.
+            asked.extensions["timeout"]["read"] = longest_silence_s(inf)
             if response.status_code != 200:
                 raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
         except BaseException as error:
@@ -307,6 +324,7 @@ class VerifierClient(HttpEndpoint):
                 async with asyncio.timeout_at(line_until):
                     chunk = await exchange.next_chunk()
             except TimeoutError:
+                await self._close_idle()
                 raise silent(self.url, silence_s) from None
             except (httpx.TransportError, ssl.SSLError) as e:
                 raise lost(self.url, e, is_answering=True) from e

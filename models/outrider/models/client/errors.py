@@ -2,11 +2,13 @@
 
 CloudError
 └── EndpointLost          cannot be reached, is silent or overloaded, or lost the session: try again, here or elsewhere
+    ├── ModelFailed       its model failed on this text: try once more, here or elsewhere
     ├── EndpointWrong     its address or its certificate is wrong: one that never answered is tried elsewhere only
     └── EndpointUnfit     cannot go on with this text: try elsewhere only
         ├── ProtocolBroken    its answer is none of this protocol, or beyond its bounds
         ├── TargetMismatch    it serves another target than the one that began the text
-        └── KeyRefused        it refuses this device's key
+        └── EndpointRefused   it refuses the text for a reason of its own
+            └── KeyRefused        this device's key
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ from outrider.models.wire.protocol import ErrorBody
 # Answers that another endpoint, or the same one a little later, may not give; so are all from 500 on, whoever made up
 # their numbers: proxies and content networks use 520 to 530 where the server behind them is away.
 _PASSING_STATUS: Final = frozenset({404, 408, 410, 425, 429})
+# Of an error in a stream, by its type; of any other type it is the server's own.
+_STATUS: Final = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "rate_limit_error": 429,
+}
 # Of an answer 404, where the path is unknown, and not a session or a draft.
 _NO_PATH: Final = frozenset({"not_found", "unsupported_endpoint", "http_error"})
 # What a TLS client reads where plain HTTP is spoken, by version of OpenSSL.
@@ -58,6 +67,10 @@ class EndpointWrong(EndpointLost):
     """There is no verifier at this address, or none that this device trusts, until somebody corrects that."""
 
 
+class ModelFailed(EndpointLost):
+    """The model, or its runtime, failed on this text. It may fail on it each time."""
+
+
 class EndpointUnfit(EndpointLost):
     """This endpoint cannot go on with the text, however often it is tried."""
 
@@ -73,12 +86,16 @@ class TargetMismatch(EndpointUnfit):
     """The server has another target than the one that began the text, so its tokens would be another text's."""
 
 
-class KeyRefused(EndpointUnfit):
-    """The server refuses this device's key or address. refusal: in its words."""
+class EndpointRefused(EndpointUnfit):
+    """The server refuses what another may take. refusal: in its words."""
 
     def __init__(self, refusal: RequestError) -> None:
         super().__init__(str(refusal).rstrip("."), status=refusal.status)
         self.refusal = refusal
+
+
+class KeyRefused(EndpointRefused):
+    """The server refuses this device's key or address."""
 
 
 def lost(url: str, error: httpx.TransportError | ssl.SSLError, *, is_answering: bool = False) -> EndpointLost:
@@ -151,9 +168,18 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     if status == 404 and code in _NO_PATH:
         advice = "give the address of `outrider-cloud serve`"
         return EndpointWrong(f"there is no verifier at {url}: {message}; {advice}", status=status)
+    if code == "upstream_refused":
+        return RequestError(code, message, status=502, origin=url)
+    if code == "model_fault":
+        return ModelFailed(f"{url}: {code}: {message}", status=status)
     if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)
     return RequestError(code, message, status=status, origin=url)
+
+
+def end_error(url: str, error: ErrorBody) -> OutriderError:
+    """The exception for an error that ended a stream: as for an answer, whose status is in its type here."""
+    return refusal_error(url, error, _STATUS.get(error.type, 500))
 
 
 @contextmanager

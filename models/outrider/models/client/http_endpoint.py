@@ -46,6 +46,12 @@ MAX_ANSWER_BYTES: Final = 1 << 18
 """An answer with 256 results has half of it."""
 MAX_ERROR_BYTES: Final = 1 << 16
 """No more is read of an error's body."""
+PIECE_BYTES: Final = 1 << 14
+"""Of a longer body that is written at a time: the bound on a write is one for each piece."""
+LEAST_UP_BYTES_S: Final = 8 << 10
+"""Longer bodies have the time that they take at this rate: an uplink may be as slow."""
+MOST_CONNECT_GROWTH: Final = 4.0
+"""Each connection in a row that is not made in time has twice the time of the one before, up to this many times."""
 NUM_MISSED: Final = 3
 """Keep-alives in a row without which a server counts as stopped."""
 MARGIN_S: Final = 1.0
@@ -58,8 +64,9 @@ KEEP_ALIVE_RANGE_S: Final = (0.1, 60.0)
 class ClientOptions:
     """Key, timeouts and connections of an endpoint.
 
-    connect_timeout_s, write_timeout_s: for connecting, and for sending a request. keep_alive_s: a live server answers
-    within three times this, or shows within that time that it is alive; for a stream, what its `open` says counts.
+    connect_timeout_s, write_timeout_s: for connecting at first, and for sending a piece of a request. keep_alive_s: a
+    live server answers within three times this, or shows within that time that it is alive; for a stream, what its
+    `open` says counts.
     stream_timeout_s: longest silence of a stream whose server does not say how often it writes (an older one).
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream and one for its
     long request of drafts, the rest for single messages in flight. certificate: what the device shows to servers that
@@ -105,8 +112,7 @@ class HttpEndpoint:
         self.is_local = is_loopback(urlsplit(self.url).hostname or "")
         self._options = options
         self._silence_s = longest_silence_s(options.keep_alive_s)
-        # Whatever the server does, also where it sends a byte now and then, the head of an answer has this long.
-        self._head_timeout_s = options.connect_timeout_s + options.write_timeout_s + self._silence_s
+        self._connect_timeout_s = options.connect_timeout_s
         limits = httpx.Limits(
             max_connections=options.max_connections,
             max_keepalive_connections=options.max_connections,
@@ -116,7 +122,6 @@ class HttpEndpoint:
         with naming_a_wrong_proxy():
             self._http = httpx.AsyncClient(
                 verify=(options.tls or system_tls(options.certificate)) if is_tls else True,
-                timeout=self._timeouts(self._silence_s),
                 limits=limits,
                 transport=transport,
                 trust_env=not self.is_local,
@@ -146,6 +151,7 @@ class HttpEndpoint:
         no_store, model = no_store or self._options.no_store, model or self._options.model
         own._options = replace(self._options, no_store=no_store, model=model)
         own._owns_connections = False
+        own._connect_timeout_s = self._options.connect_timeout_s  # of failures in a row for this text
         own.wire = ByteCounts()
         return own
 
@@ -177,15 +183,15 @@ class HttpEndpoint:
         """
         exchange = Exchange(self._left, is_traced=self._is_traced)
         request = self._build(method, path, exchange, message, headers, limit_s)
-        async with self._deadline(limit_s or self._head_timeout_s):
+        async with self._deadline(limit_s or _limit_s(request)):
             return await exchange.run(self._answer(request, max_bytes, passes))
 
     async def _head(self, exchange: Exchange, request: httpx.Request) -> httpx.Response:
         """The head of an answer that reports no error; `exchange` has the body."""
-        async with self._deadline(self._head_timeout_s):
+        async with self._deadline(_limit_s(request)):
             response = await exchange.send(self._http, request)
         self._count(response)
-        async with self._deadline(self._head_timeout_s):
+        async with self._deadline(_limit_s(request)):
             await exchange.run(self._require_success(response))
         return response
 
@@ -206,10 +212,18 @@ class HttpEndpoint:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError:
+            await self._close_idle()
             raise EndpointLost(f"{self.url}: no whole answer came within {limit_s or 0.0:.3g} s") from None
         except httpx.ReadTimeout as e:
+            await self._close_idle()
             raise silent(self.url, self._silence_s) from e
         except (httpx.TransportError, ssl.SSLError) as e:
+            if isinstance(e, httpx.ConnectTimeout):
+                most_s = MOST_CONNECT_GROWTH * self._options.connect_timeout_s
+                had_s = e.request.extensions["timeout"]["connect"]  # others may have failed at the same time
+                self._connect_timeout_s = max(self._connect_timeout_s, min(2.0 * had_s, most_s))
+            elif isinstance(e, httpx.WriteTimeout):
+                await self._close_idle()
             if await self._is_tls(e):
                 found = f"{self.url}: what answers there speaks TLS"
                 raise EndpointWrong(f"{found}; use https{self.url.removeprefix('http')}") from e
@@ -219,6 +233,15 @@ class HttpEndpoint:
             if "getpeername" not in str(e):
                 raise
             raise EndpointLost(f"{self.url}: the connection was reset") from e
+
+    async def _close_idle(self) -> None:
+        """Closes the connections that wait for a request. Where one is dead, as after a change of this device's
+        network, all may be, and each would cost the longest silence.
+        """
+        pool = getattr(self._http._transport_for_url(httpx.URL(self.url)), "_pool", None)  # httpx has no call for it
+        for connection in pool.connections if pool is not None else ():
+            if connection.is_idle():
+                await connection.aclose()
 
     async def _is_tls(self, error: httpx.TransportError | ssl.SSLError) -> bool:
         """Whether TLS answers at an http address that has never answered HTTP: asks, since a TLS server closes the
@@ -264,10 +287,6 @@ class HttpEndpoint:
                     break
         return bytes(body[:max_bytes])
 
-    def _timeouts(self, silence_s: float) -> httpx.Timeout:
-        options = self._options
-        return httpx.Timeout(silence_s, connect=options.connect_timeout_s, write=options.write_timeout_s)
-
     def _build(
         self,
         method: str,
@@ -278,9 +297,16 @@ class HttpEndpoint:
         silence_s: float | None = None,
     ) -> httpx.Request:
         content = message.model_dump_json(exclude_defaults=True).encode() if isinstance(message, BaseModel) else message
-        extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
-        extra["extensions"] = {"trace": exchange.trace}
+        body = content if isinstance(content, bytes) and len(content) > PIECE_BYTES else b""
+        timeout = httpx.Timeout(
+            (self._silence_s if silence_s is None else silence_s) + len(body) / LEAST_UP_BYTES_S,
+            connect=self._connect_timeout_s,
+            write=self._options.write_timeout_s,
+        )
+        extra: dict[str, Any] = {"timeout": timeout, "extensions": {"trace": exchange.trace}}
         request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
+        if body:
+            request.stream = _Pieces(body)
         self.wire.body_up += len(content) if isinstance(content, bytes) else 0  # pieces count as they go
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")
         self.wire.headers_up += line + _header_bytes(request.headers)
@@ -289,6 +315,7 @@ class HttpEndpoint:
     def _count(self, response: httpx.Response) -> None:
         line = len(f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n")
         self.wire.headers_down += line + _header_bytes(response.headers)
+        self._connect_timeout_s = self._options.connect_timeout_s
 
     def _refusal(self, status: int, body: bytes, headers: httpx.Headers) -> OutriderError:
         error = _reported(status, body)
@@ -320,6 +347,23 @@ def _reported(status: int, body: bytes) -> ErrorBody:
         if status == 503 and state in _NOT_READY:
             return ErrorBody(code=state, message=_NOT_READY[state])
     return ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
+
+
+class _Pieces(httpx.AsyncByteStream):
+    """A long body, a piece at a time."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._body), PIECE_BYTES):
+            yield self._body[start : start + PIECE_BYTES]
+
+
+def _limit_s(request: httpx.Request) -> float:
+    """For an answer's head, whatever the server does, also where it sends a byte now and then."""
+    bounds = request.extensions["timeout"]
+    return float(bounds["connect"] + bounds["write"] + bounds["read"])
 
 
 def _header_bytes(headers: httpx.Headers) -> int:

@@ -2,7 +2,7 @@
 
 httpx shows no answer before the request's body ends, so acknowledgements come down the session's own stream. Where none
 comes in time (a proxy may wait for the end of a body, or refuse one in chunks), the request is given up: what was not
-acknowledged counts as lost, and the client sends single messages from then on. In a steady session it begins at once,
+acknowledged counts as lost, and the rest of the text goes in single messages. In a steady session it begins at once,
 and goes in frames (`wire/steady`). Knows no HTTP.
 """
 
@@ -46,8 +46,8 @@ class LongRequest:
 
     start: called at the first message with the body, in pieces; returns once the answer is there, raises OutriderError.
     wire: counts bytes. rtt_s, step_s: what is known of a round trip and of the server's step; both are followed.
-    on_unusable: called where the way to the server seems to pass no such request: nothing was acknowledged, while the
-    session's stream went on, or it was refused. pace: of a steady session's frames.
+    on_unusable: called where the way to the server seems to pass no such request, with whether it was refused, or else
+    nothing was acknowledged while the session's stream went on. pace: of a steady session's frames.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LongRequest:
         *,
         rtt_s: float,
         step_s: float,
-        on_unusable: Callable[[], None],
+        on_unusable: Callable[[bool], None],
         pace: SteadyPace | None = None,
     ) -> None:
         self._url = url
@@ -69,7 +69,9 @@ class LongRequest:
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
         self._wake = asyncio.Event()
-        self._num = self._num_taken = 0
+        self._num = 0
+        self.num_taken = 0
+        """Messages that were acknowledged."""
         self._waiting: deque[_Sent] = deque()
         self._sent_s: dict[int, float] = {}  # when the last message of a piece went, by its number
         self._began_s = self._heard_s = float("inf")  # first message; newest event of the session's stream
@@ -120,11 +122,11 @@ class LongRequest:
         if event.taken is None:
             return
         num, held_ms = event.taken
-        if not self._num_taken <= num <= self._num or not 0.0 <= held_ms < float("inf"):
+        if not self.num_taken <= num <= self._num or not 0.0 <= held_ms < float("inf"):
             raise ProtocolBroken(
-                self._url, f"it acknowledges {num} draft messages; expected {self._num_taken} to {self._num}"
+                self._url, f"it acknowledges {num} draft messages; expected {self.num_taken} to {self._num}"
             )
-        self._num_taken = num
+        self.num_taken = num
         self._acknowledge(num, held_ms / 1e3, frozenset(event.refused))
         if isinstance(event, Taken) and event.error is not None:
             self._close(EndpointLost(f"{self._url}: {event.error.code}: the server ended the long request"))
@@ -146,10 +148,10 @@ class LongRequest:
         is_refused = not isinstance(error, EndpointLost) or error.status is not None
         if (
             self.pace is None
-            and not self._num_taken
+            and not self.num_taken
             and (is_refused or self._began_s + self._rtt_s < self._heard_s < float("inf"))
         ):
-            self._on_unusable()
+            self._on_unusable(is_refused)
         self._close(error)
         # Frames go on, so that nobody sees that drafts do not.
         if self.pace is None and self.task is not None and self.task is not asyncio.current_task():
