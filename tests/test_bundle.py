@@ -218,9 +218,14 @@ def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 
-def test_a_directory_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
-    """--overwrite with a wrong path must not delete a home directory."""
+@pytest.mark.parametrize(
+    "manifest", [None, "{", "[" * 100_000, "[]", '{"manifest_version": 3, "name": "x"}', '{"schema_version": 2}']
+)
+def test_a_directory_that_is_no_bundle_is_never_replaced(manifest: str | None, tmp_path: Path) -> None:
+    """--overwrite with a wrong path must not delete a home directory, nor a browser extension with its manifest."""
     (tmp_path / "precious.txt").write_text("x", encoding="utf-8")
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
     with pytest.raises(BundleError, match="is not a bundle"):
         write(tmp_path, overwrite=True)
     assert (tmp_path / "precious.txt").is_file()

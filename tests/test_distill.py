@@ -46,9 +46,14 @@ WORDS = ("def", "verify", "tokens", "draft", "session", "class", "return", "True
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
-    """A Qwen2 draft of one layer and a Llama target of two, with one tokenizer and embeddings of different padding."""
+    """A Qwen2 draft of one layer and a Llama target of two, with one tokenizer and embeddings of different padding.
+
+    The draft's generation_config.json contradicts itself, as published ones do: transformers reads and never writes it.
+    """
     root = tmp_path_factory.mktemp("distill")
     make_tiny_source("qwen2", root / "draft", vocab_size=320, seed=2, num_hidden_layers=1)
+    odd = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "pad_token_id": -1}
+    (root / "draft" / "generation_config.json").write_text(json.dumps(odd), encoding="utf-8")
     make_tiny_source("llama", root / "target", vocab_size=384, seed=1)
     return PairPaths(root / "draft", root / "target")
 

@@ -134,7 +134,10 @@ def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool
 def write_model(model: Any, source: SourceModel, directory: Path) -> None:
     """Writes `model`, in the dtype of most of `source`'s weights, and the source's other files, to a new directory."""
     import torch
+    from transformers import GenerationConfig
 
+    # transformers writes none that contradicts itself, as many published ones do; the draft's own file takes its place.
+    model.generation_config = GenerationConfig()
     headers = (read_safetensors_header(path) for path in source.weight_files)
     most_common = Counter(tensor["dtype"] for header in headers for tensor in header.values()).most_common(1)[0][0]
     with quiet_upstream(f"writing {directory.name}"):
