@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
+from tokenizers import Tokenizer as Backend
 
 from outrider.cloud.server.target import target_identity
 from outrider.models.bundle import bundle as bundles
@@ -95,6 +96,18 @@ def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
     assert opened.tokenizer().decode([0]) == ""
     assert opened.manifest.to_json() == (bundle / "manifest.json").read_text(encoding="utf-8")
     assert Bundle.open(bundle).manifest.digest == opened.manifest.digest
+
+
+def test_a_bundles_tokenizer_makes_no_id_that_its_model_lacks(bundle: Path) -> None:
+    """An added token beyond the vocabulary, as a text model of Gemma 3 has one, is plain text."""
+    edit_manifest(bundle, lambda raw: raw["architecture"].update(vocab_size=300))
+    backend = Backend.from_file(str(bundle / "tokenizer.json"))
+    assert backend.add_special_tokens(["<image>"]) and backend.token_to_id("<image>") == 300
+    backend.save(str(bundle / "tokenizer.json"))
+    fingerprint = Tokenizer.from_dir(bundle).fingerprint
+    edit_manifest(bundle, lambda raw: raw.update(tokenizer_fingerprint=fingerprint))
+    tokenizer = Bundle.open(bundle, verify=False).tokenizer()
+    assert tokenizer.size == 300 and max(tokenizer.encode("<image>")) < 300
 
 
 def test_a_manifest_without_the_formats_model_is_refused_in_words(bundle: Path) -> None:

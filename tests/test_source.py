@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from tests.tiny_models import copy_source, make_unknown
 from tools.tiny_sources import WINDOW, make_tiny_source
@@ -351,6 +352,22 @@ def test_whatever_a_config_says_there_is_no_traceback(
         assert {*sizes, "num_key_value_heads" if "num_key_value_heads" in fields else "hidden_size"} <= refused
     if lie == "x":
         assert {"text_config", "rope_scaling"} <= refused
+
+
+def test_added_tokens_beyond_the_vocabulary_are_left_out(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gemma 3's text models have one for images; any other id beyond it is of another model's tokenizer."""
+    path = copy_source(tiny_source("gemma3_text"), tmp_path / "model")
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.add_special_tokens([f"<{index}>" for index in range(21)])
+    backend.save(str(path / "tokenizer.json"))
+    source = read_source(path)
+    assert (source.tokenizer.size, source.architecture.tokenizer_size) == (320, 320)
+    assert source.tokenizer.token_id("<19>") == 319 and source.tokenizer.token_id("<20>") is None
+    raw = json.loads(backend.to_str())
+    raw["model"]["vocab"]["another"] = 320
+    (path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ExportError, match="the tokenizer has 321 ids, the model only 320"):
+        read_source(path)
 
 
 def test_an_adapter_is_no_model(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def read_source(model: str | Path, max_positions: int | None = None) -> SourceMo
     weight_files = find_weight_files(path)
     shape = read_shape(path, config, max_positions)
     name, commit = _name(path)
-    tokenizer = Tokenizer.from_dir(path, name=name)
+    tokenizer = Tokenizer.from_dir(path, name=name, limit=shape.vocab_size)
     if tokenizer.size > shape.vocab_size:
         raise ExportError(
             f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}: they do not "

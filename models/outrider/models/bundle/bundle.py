@@ -80,11 +80,12 @@ class Bundle:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer. Raises BundleError if its fingerprint is not the manifest's."""
-        tokenizer = Tokenizer.from_dir(self.path, name=self.manifest.name)
-        if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
+        manifest = self.manifest
+        tokenizer = Tokenizer.from_dir(self.path, name=manifest.name, limit=manifest.architecture.vocab_size)
+        if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise BundleError(
                 f"{self.path / 'tokenizer.json'} has fingerprint {tokenizer.fingerprint[:12]}, the manifest "
-                f"says {self.manifest.tokenizer_fingerprint[:12]}; export the model again"
+                f"says {manifest.tokenizer_fingerprint[:12]}; export the model again"
             )
         return tokenizer
 
