@@ -14,6 +14,7 @@ from outrider.export.check.acceptance import (
     blocks_needed,
     continue_prompts,
     measure_ranks,
+    nothing_fits,
     summarize,
 )
 from outrider.export.check.runner import model_file, open_draft, open_target
@@ -286,13 +287,16 @@ def judge(
 ) -> None:
     """Measures the draft on `texts` and adds the result to its report, with the predicted speed-up with this target.
 
-    num_prompts: that were given; the report says how many were too long. mapped: as `map_tokens` gives it. Raises
-    ExportError if the draft is accepted too rarely and this is not forced.
+    num_prompts: that were given; the report says how many were too long, at the temperature that lost most. mapped: as
+    `map_tokens` gives it. Raises ExportError if no text fits at the temperature that decides, and if the draft is
+    accepted too rarely and this is not forced.
     """
     runtime = open_draft(model_file(draft.writer.directory, draft.options), draft.options)
     rows_per_id = 1.0
     with closing(runtime if mapped is None else MappedSequence(runtime, mapped.mapping)) as sequence:
         ranks = measure_ranks(sequence, texts, num_ids=target.tokenizer.size)
+        if JUDGED_AT not in ranks:
+            raise nothing_fits(sequence.limits.max_positions, NEW_TOKENS)
         if isinstance(sequence, MappedSequence):
             rows_per_id = sequence.rows_per_id
     measured = summarize(ranks, target.name)
@@ -308,7 +312,9 @@ def judge(
         "mapping": mapped.measured if mapped is not None else None,
         "timing": timing,
     }
-    if left_out := num_prompts - min(len(each.texts) for each in ranks.values()):
+    temperatures = {text.params.temperature for text in texts}
+    measured_each = [len(ranks[each].texts) if each in ranks else 0 for each in temperatures]
+    if left_out := num_prompts - min(measured_each):
         note = (
             f"acceptance is without {left_out} of the {num_prompts} prompts: with {NEW_TOKENS} new tokens they are "
             "longer than the sequences of draft or target"
