@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,16 +39,14 @@ def cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     repo = root / "models--org--tiny"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(SHA)
-    (repo / "snapshots").mkdir()
-    _copy(source, repo / "snapshots" / SHA)
+    snapshot, blobs = repo / "snapshots" / SHA, repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(source.iterdir()):
+        shutil.copyfile(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", str(number)))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
     return root
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.mkdir()
-    for path in source.iterdir():
-        (target / path.name).symlink_to(path)  # as the hub's cache does
 
 
 @pytest.mark.parametrize("model", ["org/tiny", "org/tiny@main", f"org/tiny@{SHA}"])
@@ -57,6 +56,18 @@ def test_what_the_cache_has_needs_no_network(model: str, cache: Path) -> None:
     assert found.path == cache / "models--org--tiny" / "snapshots" / SHA
     assert (found.name, found.revision) == ("org/tiny", SHA)
     assert found.describe().name == "org/tiny"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.json"])  # one of a bundle, one of a distilled draft
+def test_links_out_of_a_model_are_not_followed(name: str, cache: Path, source: Path, tmp_path: Path) -> None:
+    """A model's directory may come from anybody, and its texts go into bundles that others get."""
+    (tmp_path / "secret").write_text("PRIVATE")
+    copied = tmp_path / "copied"
+    shutil.copytree(source, copied)
+    for path in (copied, cache / "models--org--tiny" / "snapshots" / SHA):
+        (path / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ExportError, match=f"{name} is a link that leads out of the model's directory; copy"):
+            read_source(path)
 
 
 def test_what_the_cache_lacks_is_said_in_offline_mode(cache: Path) -> None:

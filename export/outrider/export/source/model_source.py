@@ -20,7 +20,7 @@ from outrider.export.source.weight_files import check_weights, find_weight_files
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.bundle.manifest import Architecture, Source
 from outrider.models.errors import ExportError
-from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import SHARED_FILES, Tokenizer, own_file
 
 
 def _reference_root() -> Path | None:
@@ -31,6 +31,15 @@ def _reference_root() -> Path | None:
 REFERENCE_ROOT: Final = _reference_root()
 """Where the reference pair is; None where the distribution outrider-reference is not installed."""
 
+TEXT_FILES: Final = (
+    *SHARED_FILES,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+"""Configuration and tokenizer: what is copied of a model besides its weights."""
 _TOKEN_IDS: Final = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -73,6 +82,9 @@ def read_source(model: str | Path, max_positions: int | None = None) -> SourceMo
     ExportError or TokenizerError.
     """
     path = resolve_model(model)
+    for file in TEXT_FILES:
+        if (path / file).is_file() and own_file(path, file) is None:
+            raise ExportError(f"{path}: {file} is a link that leads out of the model's directory; copy the file there")
     config = read_config(path)
     _check_config(path, config)
     token_ids = _read_token_ids(path, config)

@@ -219,6 +219,17 @@ class Tokenizer:
         return separate or self._config.get("chat_template")
 
 
+def own_file(directory: Path, name: str) -> Path | None:
+    """Where a file of a model's directory lies; None for a link that leads out of it: its target may be anybody's file.
+
+    In a Hugging Face cache each file is a link to a blob, which is the model's own. Raises OSError for a broken link.
+    """
+    root, place = directory.resolve(), (directory / name).resolve(strict=True)
+    is_cached = root.parent.name == "snapshots"
+    is_own = place.is_relative_to(root) or (is_cached and place.is_relative_to(root.parents[1] / "blobs"))
+    return place if is_own else None
+
+
 def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
     """Raises TokenizerMismatch, naming both and the first difference, unless the fingerprints are equal."""
     if a.fingerprint == b.fingerprint:
