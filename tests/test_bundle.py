@@ -216,9 +216,10 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         Bundle.open(tmp_path / "nowhere")
     with pytest.raises(BundleError, match="no manifest"):
         Bundle.open(tmp_path)
-    (tmp_path / "manifest.json").write_text("{", encoding="utf-8")
-    with pytest.raises(BundleError, match="JSON"):
-        Bundle.open(tmp_path)
+    for content in ("{", "[" * 100_000):
+        (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
+        with pytest.raises(BundleError, match="JSON"):
+            Bundle.open(tmp_path)
 
 
 def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:

@@ -181,6 +181,7 @@ def test_a_file_that_is_cut_short_is_never_loaded(
         b'{"x": {"shape": [-2], "dtype": "F32", "data_offsets": [0, 0]}}',
         b"\xff\xfe",
         b"null",
+        pytest.param(b"[" * 100_000, id="nested"),
     ],
 )
 def test_a_header_that_says_nothing_is_refused(
@@ -210,9 +211,10 @@ def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path:
     index("../model/consolidated.safetensors")
     with pytest.raises(ExportError, match="is not an index of safetensors files beside it"):
         find_weight_files(path)
-    (path / INDEX).write_text("[]", encoding="utf-8")
-    with pytest.raises(ExportError, match="is not an index"):
-        find_weight_files(path)
+    for content in ("[]", "[" * 100_000):
+        (path / INDEX).write_text(content, encoding="utf-8")
+        with pytest.raises(ExportError, match="is not an index"):
+            find_weight_files(path)
     (path / INDEX).unlink()
     with pytest.raises(ExportError, match=r"neither model\.safetensors nor"):
         find_weight_files(path)

@@ -110,6 +110,15 @@ def test_an_unusable_file_is_a_clear_error(tmp_path: Path, content: str | None) 
         Tokenizer.from_dir(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "config.json"])
+def test_an_unusable_companion_is_a_clear_error(name: str, tmp_path: Path) -> None:
+    """Also one that is nested deeper than Python reads."""
+    make_tiny_tokenizer(tmp_path)
+    (tmp_path / name).write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(TokenizerError, match=f"{name} is not JSON"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_a_chat_template_renders_as_in_transformers(tmp_path: Path) -> None:
     """Special tokens by name, the generation tag, tojson without HTML escapes."""
     tokenizer = with_template(tmp_path, TEMPLATE)

@@ -126,7 +126,7 @@ def _read_manifest(root: Path) -> Manifest:
             f"{root} has no {MANIFEST_NAME}, so it is not a bundle; make one with `outrider-export` (a Hugging "
             "Face directory is its input, not a bundle)"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path} cannot be read as JSON ({error}); export the model again") from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
@@ -156,7 +156,7 @@ def _refuse_misread(root: Path, manifest: Manifest) -> None:
     try:
         config = json.loads((root / "config.json").read_text(encoding="utf-8"))
         window = config.get("sliding_window", windows.get(family))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return  # the bundle's files are checked elsewhere
     if family == "gemma2":
         is_wrong = manifest.device != "npu" and config.get("attn_logit_softcapping", 50.0) is not None
