@@ -17,6 +17,7 @@ from outrider.export.check.acceptance import (
     nothing_fits,
     summarize,
 )
+from outrider.export.check.advice import require_runtime
 from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
 from outrider.export.check.token_mapping import measure_mapping
@@ -136,6 +137,7 @@ def export_pair(
     """
     root = Path(out)
     draft_source, target_source, ids = read_pair(draft, target, root, options, judging, page)
+    require_runtime(options.draft, draft_source.shape.facts, draft_source.name)
     store = stage_store()
     with (
         stage_export(target_source, root / "target", options.target, progress, store) as staged_target,
@@ -199,14 +201,15 @@ def read_pair(
 ) -> tuple[SourceModel, SourceModel, list[Ids]]:
     """Both sources, and the prompts that drafts are judged on, as token ids.
 
-    Raises before any work what `require_ready`, `PageWriter.check`, `read_source` and `encode_judging` raise, and
-    TokenizerMismatch if `judging` asks for one tokenizer and the two have different ones.
+    Raises before any work what `require_ready`, `PageWriter.check`, `read_source`, `require_runtime` (for the target)
+    and `encode_judging` raise, and TokenizerMismatch if `judging` asks for one tokenizer and the two have different ones.
     """
     require_ready(root / "draft", options.draft)
     require_ready(root / "target", options.target)
     if page is not None:
         page.check()
     draft_source, target_source = _read_sources(draft, target, options)
+    require_runtime(options.target, target_source.shape.facts, target_source.name)
     if judging.same_tokenizer:
         require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     return draft_source, target_source, encode_judging(target_source, judging.prompts, is_chat=judging.is_chat)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
+from outrider.export.source.family_facts import MORE_THAN_TEXT
 from outrider.models.errors import ExportError
 
 LONGEST_CHECKED: Final = 1024
@@ -244,7 +245,8 @@ def _read_facts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         facts = {name: getattr(text, name, None) for name in (*sorted(own), *names)}
         is_stateful = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(found)], "_is_stateful", False)
         known = {name: value for name, value in facts.items() if value is not None}
-        return known | {"model_type": text.model_type, _IS_STATEFUL: is_stateful}
+        marks = {_IS_STATEFUL: is_stateful, MORE_THAN_TEXT: text is not found}
+        return known | marks | {"model_type": text.model_type}
 
 
 def instantiate(path: Path, config: Mapping[str, Any]) -> Any:
