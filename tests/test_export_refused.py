@@ -119,6 +119,7 @@ def test_parts_that_a_text_model_does_not_load_are_no_lie(sources: PairPaths, tm
         {"role": "target", "precision": "int8", "runtime": "torch"},
         {"role": "draft", "widen_mb": 10.0},
         {"role": "target", "widen_mb": 0.0},
+        {"role": "draft", "device": "npu", "static_shapes": StaticShapes(prompt_len=16, response_len=16, step_len=33)},
     ],
 )
 def test_options_that_contradict_each_other_are_refused(arguments: dict[str, Any]) -> None:

@@ -378,3 +378,6 @@ def test_an_adapter_is_no_model(tiny_source: Callable[[str], Path], tmp_path: Pa
     (path / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ExportError, match="merge the two first"):
         read_source(path)
+    (path / "config.json").unlink()  # many have none
+    with pytest.raises(ExportError, match="merge the two first"):
+        read_source(path)

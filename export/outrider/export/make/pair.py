@@ -201,8 +201,8 @@ def read_pair(
 ) -> tuple[SourceModel, SourceModel, list[Ids]]:
     """Both sources, and the prompts that drafts are judged on, as token ids.
 
-    Raises before any work what `require_ready`, `PageWriter.check`, `read_source`, `require_runtime` (for the target)
-    and `encode_judging` raise, and TokenizerMismatch if `judging` asks for one tokenizer and the two have different ones.
+    Raises before any work what `require_ready`, `PageWriter.check`, `read_source`, `require_runtime` for the target
+    and `encode_judging` raise, and TokenizerMismatch if `judging` asks for one tokenizer and there are two.
     """
     require_ready(root / "draft", options.draft)
     require_ready(root / "target", options.target)

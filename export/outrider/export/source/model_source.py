@@ -82,9 +82,7 @@ def read_source(model: str | Path, max_positions: int | None = None) -> SourceMo
     ExportError or TokenizerError.
     """
     path = resolve_model(model)
-    for file in TEXT_FILES:
-        if (path / file).is_file() and own_file(path, file) is None:
-            raise ExportError(f"{path}: {file} is a link that leads out of the model's directory; copy the file there")
+    _check_files(path)
     config = read_config(path)
     _check_config(path, config)
     token_ids = _read_token_ids(path, config)
@@ -154,12 +152,18 @@ def _require_object(path: Path, config: Mapping[str, Any], name: str) -> dict[st
     return found or {}
 
 
-def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+def _check_files(path: Path) -> None:
     if (path / "adapter_config.json").is_file():
         raise ExportError(
             f"{path} has an adapter (adapter_config.json); expected one whole model: merge the two first (in peft: "
             "merge_and_unload, then save_pretrained)"
         )
+    for file in TEXT_FILES:
+        if (path / file).is_file() and own_file(path, file) is None:
+            raise ExportError(f"{path}: {file} is a link that leads out of the model's directory; copy the file there")
+
+
+def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     text = config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
         raise ExportError(f"{path} is quantized already; export the original model in FP32, FP16 or BF16")
