@@ -231,6 +231,13 @@ def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path:
         ),
         ({"model_type": "distilbert"}, "is a 'distilbert' model, an encoder: it generates no text"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is beyond 10,000"),
+        (
+            {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**12}},
+            "num_hidden_layers is beyond 10,000",
+        ),
+        ({"parts": [{"text_config": {"n_layer": 10**12}}]}, "n_layer is beyond 10,000"),
+        # Said without building it.
+        ({"model_type": "clip", "vision_config": "x"}, "is a 'clip' model, no language model"),
     ],
 )
 def test_what_no_runtime_does_rightly_is_refused(
