@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
+from tokenizers import Tokenizer as Backend
 
 from outrider.cloud.server.target import target_identity
 from outrider.models.bundle import bundle as bundles
@@ -95,6 +96,18 @@ def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
     assert opened.tokenizer().decode([0]) == ""
     assert opened.manifest.to_json() == (bundle / "manifest.json").read_text(encoding="utf-8")
     assert Bundle.open(bundle).manifest.digest == opened.manifest.digest
+
+
+def test_a_bundles_tokenizer_makes_no_id_that_its_model_lacks(bundle: Path) -> None:
+    """An added token beyond the vocabulary, as a text model of Gemma 3 has one, is plain text."""
+    edit_manifest(bundle, lambda raw: raw["architecture"].update(vocab_size=300))
+    backend = Backend.from_file(str(bundle / "tokenizer.json"))
+    assert backend.add_special_tokens(["<image>"]) and backend.token_to_id("<image>") == 300
+    backend.save(str(bundle / "tokenizer.json"))
+    fingerprint = Tokenizer.from_dir(bundle).fingerprint
+    edit_manifest(bundle, lambda raw: raw.update(tokenizer_fingerprint=fingerprint))
+    tokenizer = Bundle.open(bundle, verify=False).tokenizer()
+    assert tokenizer.size == 300 and max(tokenizer.encode("<image>")) < 300
 
 
 def test_a_manifest_without_the_formats_model_is_refused_in_words(bundle: Path) -> None:
@@ -203,9 +216,10 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         Bundle.open(tmp_path / "nowhere")
     with pytest.raises(BundleError, match="no manifest"):
         Bundle.open(tmp_path)
-    (tmp_path / "manifest.json").write_text("{", encoding="utf-8")
-    with pytest.raises(BundleError, match="JSON"):
-        Bundle.open(tmp_path)
+    for content in ("{", "[" * 100_000):
+        (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
+        with pytest.raises(BundleError, match="JSON"):
+            Bundle.open(tmp_path)
 
 
 def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
@@ -218,9 +232,14 @@ def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 
-def test_a_directory_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
-    """--overwrite with a wrong path must not delete a home directory."""
+@pytest.mark.parametrize(
+    "manifest", [None, "{", "[" * 100_000, "[]", '{"manifest_version": 3, "name": "x"}', '{"schema_version": 2}']
+)
+def test_a_directory_that_is_no_bundle_is_never_replaced(manifest: str | None, tmp_path: Path) -> None:
+    """--overwrite with a wrong path must not delete a home directory, nor a browser extension with its manifest."""
     (tmp_path / "precious.txt").write_text("x", encoding="utf-8")
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
     with pytest.raises(BundleError, match="is not a bundle"):
         write(tmp_path, overwrite=True)
     assert (tmp_path / "precious.txt").is_file()

@@ -130,12 +130,16 @@ def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
 
 
 def test_what_was_measured_is_no_part_of_a_bundles_identity(reference_pair: PairPaths) -> None:
-    """Another run has other times, another processor other last digits, and both the same digest; another file not."""
+    """Another run has other times, another processor other last digits, other prompts a note, and all the same digest;
+    another file not.
+    """
     manifest = Bundle.open(reference_pair.draft).manifest
     assert manifest.report.timing is not None
     slower = manifest.report.timing.model_copy(update={"token_ms": 99.0})
     noisier = manifest.report.parity.model_copy(update={"own_delta": 1e-7})
-    report = manifest.report.model_copy(update={"timing": slower, "parity": noisier, "acceptance": ()})
+    report = manifest.report.model_copy(
+        update={"timing": slower, "parity": noisier, "acceptance": (), "notes": ("no",)}
+    )
     assert manifest.model_copy(update={"report": report}).digest == manifest.digest
     assert manifest.model_copy(update={"files": manifest.files[1:]}).digest != manifest.digest
     report = manifest.report.model_copy(update={"versions": {"openvino": "1"}})

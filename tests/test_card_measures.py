@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from rich.console import Console
 from tests.engine_harness import Clock
 from tests.export_cli import run_export
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.test_bundle import make_manifest
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -34,6 +37,7 @@ from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pa
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
+    TargetTimes,
     leads,
     require_text_kept,
     warnings_of,
@@ -42,7 +46,7 @@ from outrider.export.report.card import (
 from outrider.export.report.card_html import card_html
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import TokenMapping
+from outrider.models.bundle.manifest import FileEntry, TokenMapping
 from outrider.models.errors import ExportError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits, OneSequence, SequenceSlice
@@ -133,6 +137,30 @@ def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
     assert measured.tested_tokens == 1
     with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
         summarize(measure_ranks(short, texts, num_ids=16), "t")
+
+
+def test_a_draft_is_judged_at_the_temperature_that_decides_or_not_at_all(
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only colder texts end early enough to fit, nobody knows whether it is good: an error, forced or not.
+
+    Texts that are left out at another temperature are counted.
+    """
+    (tmp_path / "model.onnx").touch()
+    monkeypatch.setattr(pair, "open_draft", lambda *_: Rows(lambda at: {5: 99.0}, max_positions=3))
+    manifest = make_manifest((FileEntry(path="model.onnx", size=1, sha256="0" * 64),), "0" * 64)
+    options = ExportOptions("draft", "fp32", "onnxruntime")
+    staged: Any = SimpleNamespace(writer=SimpleNamespace(directory=tmp_path), options=options, manifest=manifest)
+    target, times = read_source(strangers.target), TargetTimes(20.0, 0.5, "as given")
+    short, long = (5,), (5, 5, 5)
+    for is_forced in (False, True):
+        texts = [continuation((1,), short), continuation((1,), long, 0.8)]
+        with pytest.raises(ExportError, match=f"no prompt fits 3 positions with {NEW_TOKENS} new tokens"):
+            pair.judge(staged, texts, 1, times, target, None, is_forced=is_forced)
+    assert staged.manifest is manifest
+    texts = [continuation((1,), long), continuation((1,), short, 0.8)]
+    pair.judge(staged, texts, 1, times, target, None, is_forced=True)
+    assert "acceptance is without 1 of the 1 prompts" in staged.manifest.report.notes[-1]
 
 
 def test_the_targets_cache_holds_the_longest_prompt_that_its_positions_hold(

@@ -46,9 +46,14 @@ WORDS = ("def", "verify", "tokens", "draft", "session", "class", "return", "True
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
-    """A Qwen2 draft of one layer and a Llama target of two, with one tokenizer and embeddings of different padding."""
+    """A Qwen2 draft of one layer and a Llama target of two, with one tokenizer and embeddings of different padding.
+
+    The draft's generation_config.json contradicts itself, as published ones do: transformers reads and never writes it.
+    """
     root = tmp_path_factory.mktemp("distill")
     make_tiny_source("qwen2", root / "draft", vocab_size=320, seed=2, num_hidden_layers=1)
+    odd = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "pad_token_id": -1}
+    (root / "draft" / "generation_config.json").write_text(json.dumps(odd), encoding="utf-8")
     make_tiny_source("llama", root / "target", vocab_size=384, seed=1)
     return PairPaths(root / "draft", root / "target")
 
@@ -317,6 +322,8 @@ def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
     ("changes", "error", "message"),
     [
         ({"row_length": 600}, ConfigError, r"600 tokens do not fit the 512 positions of draft"),
+        ({"work": Path("out")}, ConfigError, r"--work .*out is in .*out, which the result replaces; choose"),
+        ({"work": Path("out", "..", "out", "work")}, ConfigError, "is in .*out, which the result replaces"),
         ({"tokens": 10**13}, DiskFull, r"distilling needs about [\d,]+ MB at .* fewer --tokens"),
         pytest.param({"device": "cuda"}, RuntimeUnavailable, "no CUDA device", marks=without_cuda),
     ],
@@ -324,8 +331,12 @@ def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_done_here_is_refused_before_the_work(
     changes: dict[str, Any], error: type[Exception], message: str, pair: PairPaths, prompts: Path, tmp_path: Path
 ) -> None:
-    """A row longer than a model's positions, more text than the disk has room for, CUDA where there is none."""
+    """A row longer than a model's positions, a state inside the output, more text than the disk has room for, CUDA
+    where there is none.
+    """
     heard: list[Event] = []
+    if "work" in changes:
+        changes = {"work": tmp_path / changes["work"]}
     with pytest.raises(error, match=message):
         distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, **changes), heard.append)
     assert "rows with" not in said(heard) and list(tmp_path.iterdir()) == []

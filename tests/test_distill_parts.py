@@ -111,6 +111,9 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     ids = encode_prompts(["Hi", [{"role": "system", "content": "No"}]], tokenizer, is_chat=True)
     assert [tokenizer.decode(one) for one in ids] == ["<user>Hi<me>", "<system>No<me>"]
     assert tokenizer.decode(encode_prompts(["Hi"], tokenizer, is_chat=False)[0]) == "Hi"
+    make_tiny_tokenizer(tmp_path / "dated", chat_template="{{ strftime_now('%d %b %Y') }}")
+    dated = Tokenizer.from_dir(tmp_path / "dated")
+    assert dated.decode(encode_prompts(["Hi"], dated, is_chat=True)[0]) == "01 Jan 2026"  # whatever day it is
     make_tiny_tokenizer(tmp_path / "plain")
     with pytest.raises(TokenizerError, match="no chat template"):
         encode_prompts(["Hi"], Tokenizer.from_dir(tmp_path / "plain"), is_chat=True)

@@ -32,6 +32,7 @@ from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ExportError, TokenizerMismatch
@@ -148,6 +149,7 @@ def counted_exports(pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 
     def copy(bundle: Bundle, place: Path) -> None:
         places.append(place)
+        BundleWriter(place, overwrite=True).check_destination()
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(bundle.path, place)
 
@@ -217,6 +219,9 @@ def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
     assert export_reference_pair(tmp_path, source=sources) == first
     assert counted_exports[8:] == [first.target]
     assert Bundle.open(first.target).manifest.role == "target"
+    (first.target / "manifest.json").write_bytes(b"{")
+    assert export_reference_pair(tmp_path, source=sources) == first
+    assert counted_exports.pop() == first.target
     onnx = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", runtime="onnxruntime"))
     npu = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", device="npu"))
     assert first.target == onnx.target == npu.target and len({first.draft, onnx.draft, npu.draft}) == 3

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
@@ -22,10 +24,12 @@ from outrider.export.check.source_logits import ParityReference, SequencePair, T
 from outrider.export.convert.openvino_ir import finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.disk import require_room, telling_of_full_disks
+from outrider.export.make import pipeline
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions, RuntimeName
+from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Precision
 from outrider.models.errors import DiskFull, ExportError
@@ -197,6 +201,25 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
     require_room((small_disk.place / "a", room), (tmp_path, 1.0))
     with pytest.raises(DiskFull, match="needs about"):
         require_room((small_disk.place / "a", 0.6 * room), (small_disk.place / "b", 0.6 * room))
+
+
+def test_short_memory_is_a_warning_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one line, where the source in FP32 does not fit; the system may have ways to make room."""
+    needed = 4 * read_source(source).architecture.parameters
+
+    def begin(*_: object) -> None:
+        raise ExportError("begun")
+
+    monkeypatch.setattr(pipeline, "require_range", begin)
+    for available, is_warned in ((needed - 101, True), (needed - 100, False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
+        monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100))
+        with pytest.raises(ExportError, match="begun"):
+            export_model(source, tmp_path / "bundle", ExportOptions("target", "bf16", "torch"))
+        said = capsys.readouterr().err
+        assert said.count("\n") == is_warned and ("GB of memory in FP32, and" in said) == is_warned
 
 
 def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

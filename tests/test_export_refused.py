@@ -24,12 +24,14 @@ from outrider.export.check.advice import advise
 from outrider.export.cli.display import show_progress
 from outrider.export.convert.onnx_dynamo import _find_shapes
 from outrider.export.make import build
-from outrider.export.make.pair import PairPaths
+from outrider.export.make.pair import PairOptions, PairPaths, export_pair
 from outrider.export.make.pipeline import export_model, stage_export
 from outrider.export.make.stage_store import StageStore
+from outrider.export.make.sweep import sweep_pair
 from outrider.export.progress import silent
 from outrider.export.quiet import quiet_upstream
 from outrider.export.recipes import ExportOptions, RuntimeName
+from outrider.export.source.family_facts import MORE_THAN_TEXT
 from outrider.export.source.model_source import read_source
 from outrider.export.source.torch_source import load_source_model
 from outrider.models.bundle.manifest import Precision, StaticShapes
@@ -117,6 +119,7 @@ def test_parts_that_a_text_model_does_not_load_are_no_lie(sources: PairPaths, tm
         {"role": "target", "precision": "int8", "runtime": "torch"},
         {"role": "draft", "widen_mb": 10.0},
         {"role": "target", "widen_mb": 0.0},
+        {"role": "draft", "device": "npu", "static_shapes": StaticShapes(prompt_len=16, response_len=16, step_len=33)},
     ],
 )
 def test_options_that_contradict_each_other_are_refused(arguments: dict[str, Any]) -> None:
@@ -189,6 +192,7 @@ def refusal(source: Path, out: Path, options: ExportOptions) -> str:
         (ExportOptions("draft", "fp32", "onnxruntime"), {"model_type": "nemotron"}, *["no runtime that was"] * 2),
         (ExportOptions("target", "fp32", "openvino"), {"model_type": "nemotron"}, *["--runtime torch"] * 2),
         (ExportOptions("draft", "fp32"), {"model_type": "modernbert-decoder"}, *["--runtime onnxruntime"] * 2),
+        (ExportOptions("target"), {"model_type": "gemma3_text", MORE_THAN_TEXT: True}, "--precision", "runtime torch"),
     ],
 )  # fmt: skip
 def test_advice_is_a_way_that_is_there_and_not_known_to_fail(
@@ -198,6 +202,27 @@ def test_advice_is_a_way_that_is_there_and_not_known_to_fail(
     found = advise(options, config)
     assert finer in found.finer and elsewhere in found.elsewhere
     assert found.finer.count("--") <= 1 and found.elsewhere.count("--") <= 1
+
+
+def test_a_model_that_takes_more_than_text_is_for_torch_only(tmp_path: Path) -> None:
+    """Said before any work, with a way that works; in a pair before its target is exported."""
+    path = make_tiny_source("gemma3_text", tmp_path / "mixed")
+    text = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}), encoding="utf-8")
+    for options, advice in (
+        (ExportOptions("target"), "try --runtime torch"),
+        (ExportOptions("target", device="gpu", runtime="openvino"), "try --runtime torch"),
+        (ExportOptions("draft"), r"export a checkpoint of its text model \(gemma3_text\) alone"),
+    ):
+        message = rf"mixed cannot run on openvino .*: it takes more than text, .*nothing was written: {advice}$"
+        with pytest.raises(ExportError, match=message):
+            export_model(path, tmp_path / "out", options)
+    told: list[object] = []
+    for export in (export_pair, sweep_pair):
+        pair = PairOptions(ExportOptions("draft"), ExportOptions("target", runtime="torch"))
+        with pytest.raises(ExportError, match=r"takes more than text.*gemma3_text\) alone"):
+            export(path, path, tmp_path / "out", options=pair, progress=told.append)
+    assert not told and [entry.name for entry in tmp_path.iterdir()] == ["mixed"]
 
 
 def test_a_model_that_the_torch_runtime_cannot_run_is_named_by_its_name(tmp_path: Path) -> None:

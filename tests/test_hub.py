@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,16 +39,14 @@ def cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     repo = root / "models--org--tiny"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(SHA)
-    (repo / "snapshots").mkdir()
-    _copy(source, repo / "snapshots" / SHA)
+    snapshot, blobs = repo / "snapshots" / SHA, repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(source.iterdir()):
+        shutil.copyfile(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", str(number)))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
     return root
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.mkdir()
-    for path in source.iterdir():
-        (target / path.name).symlink_to(path)  # as the hub's cache does
 
 
 @pytest.mark.parametrize("model", ["org/tiny", "org/tiny@main", f"org/tiny@{SHA}"])
@@ -57,6 +56,18 @@ def test_what_the_cache_has_needs_no_network(model: str, cache: Path) -> None:
     assert found.path == cache / "models--org--tiny" / "snapshots" / SHA
     assert (found.name, found.revision) == ("org/tiny", SHA)
     assert found.describe().name == "org/tiny"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.json"])  # one of a bundle, one of a distilled draft
+def test_links_out_of_a_model_are_not_followed(name: str, cache: Path, source: Path, tmp_path: Path) -> None:
+    """A model's directory may come from anybody, and its texts go into bundles that others get."""
+    (tmp_path / "secret").write_text("PRIVATE")
+    copied = tmp_path / "copied"
+    shutil.copytree(source, copied)
+    for path in (copied, cache / "models--org--tiny" / "snapshots" / SHA):
+        (path / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ExportError, match=f"{name} is a link that leads out of the model's directory; copy"):
+            read_source(path)
 
 
 def test_what_the_cache_lacks_is_said_in_offline_mode(cache: Path) -> None:
@@ -77,6 +88,8 @@ def test_directories_come_first(source: Path, tmp_path: Path, monkeypatch: pytes
             resolve_model(wrong)
     with pytest.raises(ExportError, match="neither a directory nor a hub id"):
         resolve_model("else/where..not")
+    with pytest.raises(ExportError, match="the model's name is empty"):
+        resolve_model("")
 
 
 def test_conversions_stay_off_the_network_and_downloads_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +107,9 @@ def test_conversions_stay_off_the_network_and_downloads_do_not(monkeypatch: pyte
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's API as a download takes. Knows org/tiny, org/gated (with TOKEN only) and org/broken."""
+    """As much of the hub's API as a download takes. Knows org/tiny, org/gated (with TOKEN only), org/pickled and
+    org/broken.
+    """
 
     directory: Path
     asked: list[tuple[str, str | None]]
@@ -118,12 +133,14 @@ class Hub(BaseHTTPRequestHandler):
         name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
         if name == "org/broken":
             self._send(503, b"", {})
-        elif name not in ("org/tiny", "org/gated"):
+        elif name not in ("org/tiny", "org/gated", "org/pickled"):
             self._send(401 if token is None else 404, b"", {"X-Error-Code": "RepoNotFound"})
         elif parts[0] == "api" and parts[-1] not in ("main", SHA):
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         elif parts[0] == "api":
             files = sorted(path.name for path in self.directory.iterdir())
+            if name == "org/pickled":
+                files.remove("model.safetensors")
             listed = [*files, "pytorch_model.bin", "modeling_own.py", "onnx/config.json", "consolidated.safetensors"]
             answer = {"id": name, "sha": SHA, "siblings": [{"rfilename": file} for file in listed]}
             self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"}, with_body=with_body)
@@ -208,14 +225,15 @@ def test_a_download_takes_safe_files_only_and_is_kept(
 
 
 def test_the_hubs_refusals_are_told_apart(hub: tuple[str, list[tuple[str, str | None]]], tmp_path: Path) -> None:
-    """Not there, no such revision, gated, broken: each with what to do, without a token and with one."""
+    """Not there, no such revision, gated, broken, pickled only: each with what to do, without a token and with one."""
     endpoint, asked = hub
-    models = ("org/gone", "org/tiny@v9", "org/gated", "org/broken")
+    models = ("org/gone", "org/tiny@v9", "org/gated", "org/broken", "org/pickled")
     without = resolve_in_process(tmp_path / "a", endpoint, *models)
     assert "has no model org/gone" in without["org/gone"] and "hf auth login" in without["org/gone"]
     assert "org/tiny has no revision 'v9' on the hub" in without["org/tiny@v9"]
     assert "org/gated is gated" in without["org/gated"] and "set HF_TOKEN" in without["org/gated"]
     assert "org/broken" in without["org/broken"] and "503" in without["org/broken"]
+    assert "the hub offers no *.safetensors of org/pickled, and pickled weights are not taken" in without["org/pickled"]
     asked.clear()
     refused = resolve_in_process(tmp_path / "b", endpoint, *models, HF_TOKEN="hf_another")
     assert "A token was sent" in refused["org/gone"] and "A token was sent" in refused["org/gated"]

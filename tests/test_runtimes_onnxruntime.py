@@ -167,6 +167,10 @@ def test_a_graph_without_row_selection_is_driven_as_well(
             value.type.tensor_type.shape.dim[3].dim_param = "head"
     onnx.save(model, path / "model.onnx")
     assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), truth("llama")) < 5e-5
+    for content in ("[" * 100_000, "{}", "[]"):
+        (path / "genai_config.json").write_text(content)
+        with pytest.raises(BundleError, match=r"genai_config\.json does not give the size of a head"):
+            OnnxRuntimeSequence(path, OPTIONS)
     (path / "genai_config.json").unlink()
     with pytest.raises(BundleError, match="does not give the sizes of past_key_values"):
         OnnxRuntimeSequence(path, OPTIONS)
@@ -306,6 +310,10 @@ def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> No
     (lengthless / "config.json").unlink()
     with pytest.raises(ConfigError, match="does not give max_position_embeddings; set max_positions"):
         OnnxRuntimeSequence(lengthless, replace(OPTIONS, max_positions=0))
+    for content in ("[" * 100_000, "{", "[]"):
+        (lengthless / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"config\.json is no configuration of a model"):
+            OnnxRuntimeSequence(lengthless, OPTIONS)
 
 
 def test_it_opens_by_name_and_its_threads_spin_shortly(graph: Callable[..., Path]) -> None:

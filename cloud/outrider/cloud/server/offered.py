@@ -15,7 +15,7 @@ from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.text.tokenizer import MAX_SHARED_BYTES, SHARED_FILES
+from outrider.models.text.tokenizer import MAX_SHARED_BYTES, SHARED_FILES, own_file
 from outrider.models.visible import visible
 from outrider.models.wire.offered import DRAFT_NAME, OfferedDraft, OfferedFile
 
@@ -72,10 +72,9 @@ def find_tokenizer_files(directory: Path) -> Mapping[str, SharedFile] | None:
 
 
 def _place_of(directory: Path, name: str) -> Path:
-    """Where the file lies. Raises ConfigError for a link to a place that is not the model's: that may hold anything."""
-    root, place = directory.resolve(), (directory / name).resolve(strict=True)
-    is_cached = root.parent.name == "snapshots"  # of a Hugging Face cache: each file is a link to a blob
-    if not (place.is_relative_to(root) or (is_cached and place.is_relative_to(root.parents[1] / "blobs"))):
+    """Where the file lies. Raises ConfigError for a link to a place that is not the model's."""
+    place = own_file(directory, name)
+    if place is None:
         raise ConfigError(f"{name} is a link that leads out of the model's directory; copy the file there")
     return place
 

@@ -197,7 +197,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a directory; --engine vllm takes a bundle or a Hugging Face directory")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path / 'config.json'} cannot be read ({error}); give a model's directory") from None
     if not isinstance(config, dict) or _CODE_KEY in config:
         raise ConfigError(f"{path} needs code of its own ({_CODE_KEY} in config.json), which is never run")

@@ -128,7 +128,7 @@ class WorkerGrammars:
         self._trimmer.trim()
         spec, stop_ids = GrammarSpec(*terms[0]), tuple(terms[1])
         if stop_ids not in self._vocabularies:
-            tokenizer = Tokenizer.from_dir(Path(self._model))
+            tokenizer = Tokenizer.from_dir(Path(self._model), limit=self._vocab_size)
             self._vocabularies[stop_ids] = Vocabulary(tokenizer, self._vocab_size, stop_ids)
         vocabulary = self._vocabularies[stop_ids]
         built = build(spec, vocabulary.backend, is_timed=self._is_judge)

@@ -89,7 +89,7 @@ def _fitting(target: BatchRuntime, prompts: Sequence[Sequence[int]], num_tokens:
     longest = target.limits.max_positions
     fitting = [tuple(prompt) for prompt in prompts if 0 < len(prompt) <= longest - num_tokens]
     if not fitting:
-        raise _nothing_fits(longest, num_tokens)
+        raise nothing_fits(longest, num_tokens)
     return fitting
 
 
@@ -101,7 +101,7 @@ def measure_ranks(draft: SequenceRuntime, texts: Sequence[Continuation], *, num_
     longest = draft.limits.max_positions
     fitting = [text for text in texts if len(text.prompt) + len(text.text) <= longest]
     if not fitting:
-        raise _nothing_fits(longest, NEW_TOKENS)
+        raise nothing_fits(longest, NEW_TOKENS)
     found: dict[float, list[tuple[Picked, ...]]] = {}
     for text in fitting:
         picked = tuple(
@@ -192,7 +192,8 @@ def _by_gap(ranks: Ranks) -> tuple[AtGap, ...]:
     return tuple(found)
 
 
-def _nothing_fits(longest: int, num_tokens: int) -> ExportError:
+def nothing_fits(longest: int, num_tokens: int) -> ExportError:
+    """Says that no prompt leaves room for so many new tokens in sequences of `longest`."""
     return ExportError(
         f"no prompt fits {longest} positions with {num_tokens} new tokens; give shorter prompts with --prompts"
     )

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict
 
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
-from outrider.export.source.family_facts import runtime_obstacle
+from outrider.export.source.family_facts import MORE_THAN_TEXT, runtime_obstacle
 from outrider.models.bundle.manifest import Device, Precision, Role
 from outrider.models.errors import ExportError
 
@@ -176,6 +176,8 @@ def _elsewhere(options: ExportOptions, facts: Mapping[str, Any]) -> str:
         and runtime_obstacle(facts, runtime, device) is None
         and table.works(family, options.role, device, runtime)
     ]
+    if not ways and facts.get(MORE_THAN_TEXT):
+        return f"export a checkpoint of its text model ({family}) alone"
     if not ways:
         return f"no runtime that was measured runs a {options.role} of the family {family}: choose another model"
     device, runtime = ways[0]

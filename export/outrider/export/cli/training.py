@@ -69,7 +69,7 @@ def distill(
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of the same inputs.")
     ] = True,
     work: Annotated[
-        Path | None, typer.Option(help="Directory of the state; the target's text stays there for further runs.")
+        Path | None, typer.Option(help="Directory of the state, outside of --out; the target's text stays there.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier distilled draft.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write the draft even if its acceptance fell.")] = False,

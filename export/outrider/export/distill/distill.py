@@ -80,10 +80,13 @@ def distill_draft(
     A draft with another tokenizer learns the target's text as its own tokens, by cross-entropy. Ctrl-C and SIGTERM save
     the state and end it; the same call continues from there. Raises TokenizerMismatch if the options ask for one
     tokenizer and the two have different ones, ExportError if a source, the prompts or the output is unusable or the
-    disk is full, ConfigError for rows longer than a model's positions, RuntimeUnavailable if the chosen device is
-    missing, ModelFault if logits are not finite. Then `out` is unchanged.
+    disk is full, ConfigError for rows longer than a model's positions or a state inside `out`, RuntimeUnavailable if
+    the chosen device is missing, ModelFault if logits are not finite. Then `out` is unchanged.
     """
     out = out.absolute()
+    work = (options.work or default_work(out)).absolute()
+    if out.resolve() in (work.resolve(), *work.resolve().parents):
+        raise ConfigError(f"--work {work} is in {out}, which the result replaces; choose a --work outside of --out")
     draft_source, target_source = read_source(draft), read_source(target)
     sources = (draft_source, target_source)
     if options.same_tokenizer:
@@ -97,7 +100,6 @@ def distill_draft(
             )
     split = _split(prompts, target_source, options)
     device = _device(options)
-    work = (options.work or default_work(out)).absolute()
     with (
         telling_of_full_disks(work, out.parent, kept=f"the same command goes on from {work}, and "),
         locked(default_work(out)),

@@ -22,10 +22,9 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 
 from outrider.export.quiet import quiet_upstream
-from outrider.export.source.model_source import SourceModel
+from outrider.export.source.model_source import TEXT_FILES, SourceModel
 from outrider.export.source.weight_files import DTYPES, read_safetensors_header
 from outrider.models.errors import ExportError
-from outrider.models.text.tokenizer import TOKENIZER_FILES
 
 INPUTS: Final = "inputs.json"
 
@@ -106,15 +105,6 @@ def _short(value: Any) -> str:
 
 
 RECORD_NAME: Final = "distillation.json"
-_COPIED: Final = (
-    *TOKENIZER_FILES,
-    "config.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
 
 
 def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool) -> None:
@@ -134,13 +124,16 @@ def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool
 def write_model(model: Any, source: SourceModel, directory: Path) -> None:
     """Writes `model`, in the dtype of most of `source`'s weights, and the source's other files, to a new directory."""
     import torch
+    from transformers import GenerationConfig
 
+    # transformers writes none that contradicts itself, as many published ones do; the draft's own file takes its place.
+    model.generation_config = GenerationConfig()
     headers = (read_safetensors_header(path) for path in source.weight_files)
     most_common = Counter(tensor["dtype"] for header in headers for tensor in header.values()).most_common(1)[0][0]
     with quiet_upstream(f"writing {directory.name}"):
         model.to(getattr(torch, dict(DTYPES.values()).get(most_common, "float32"))).save_pretrained(directory)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink(missing_ok=True)
-    for name in _COPIED:
+    for name in TEXT_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)

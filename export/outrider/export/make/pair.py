@@ -14,8 +14,10 @@ from outrider.export.check.acceptance import (
     blocks_needed,
     continue_prompts,
     measure_ranks,
+    nothing_fits,
     summarize,
 )
+from outrider.export.check.advice import require_runtime
 from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
 from outrider.export.check.token_mapping import measure_mapping
@@ -135,6 +137,7 @@ def export_pair(
     """
     root = Path(out)
     draft_source, target_source, ids = read_pair(draft, target, root, options, judging, page)
+    require_runtime(options.draft, draft_source.shape.facts, draft_source.name)
     store = stage_store()
     with (
         stage_export(target_source, root / "target", options.target, progress, store) as staged_target,
@@ -198,14 +201,15 @@ def read_pair(
 ) -> tuple[SourceModel, SourceModel, list[Ids]]:
     """Both sources, and the prompts that drafts are judged on, as token ids.
 
-    Raises before any work what `require_ready`, `PageWriter.check`, `read_source` and `encode_judging` raise, and
-    TokenizerMismatch if `judging` asks for one tokenizer and the two have different ones.
+    Raises before any work what `require_ready`, `PageWriter.check`, `read_source`, `require_runtime` for the target
+    and `encode_judging` raise, and TokenizerMismatch if `judging` asks for one tokenizer and there are two.
     """
     require_ready(root / "draft", options.draft)
     require_ready(root / "target", options.target)
     if page is not None:
         page.check()
     draft_source, target_source = _read_sources(draft, target, options)
+    require_runtime(options.target, target_source.shape.facts, target_source.name)
     if judging.same_tokenizer:
         require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     return draft_source, target_source, encode_judging(target_source, judging.prompts, is_chat=judging.is_chat)
@@ -286,13 +290,16 @@ def judge(
 ) -> None:
     """Measures the draft on `texts` and adds the result to its report, with the predicted speed-up with this target.
 
-    num_prompts: that were given; the report says how many were too long. mapped: as `map_tokens` gives it. Raises
-    ExportError if the draft is accepted too rarely and this is not forced.
+    num_prompts: that were given; the report says how many were too long, at the temperature that lost most. mapped: as
+    `map_tokens` gives it. Raises ExportError if no text fits at the temperature that decides, and if the draft is
+    accepted too rarely and this is not forced.
     """
     runtime = open_draft(model_file(draft.writer.directory, draft.options), draft.options)
     rows_per_id = 1.0
     with closing(runtime if mapped is None else MappedSequence(runtime, mapped.mapping)) as sequence:
         ranks = measure_ranks(sequence, texts, num_ids=target.tokenizer.size)
+        if JUDGED_AT not in ranks:
+            raise nothing_fits(sequence.limits.max_positions, NEW_TOKENS)
         if isinstance(sequence, MappedSequence):
             rows_per_id = sequence.rows_per_id
     measured = summarize(ranks, target.name)
@@ -308,7 +315,9 @@ def judge(
         "mapping": mapped.measured if mapped is not None else None,
         "timing": timing,
     }
-    if left_out := num_prompts - min(len(each.texts) for each in ranks.values()):
+    temperatures = {text.params.temperature for text in texts}
+    measured_each = [len(ranks[each].texts) if each in ranks else 0 for each in temperatures]
+    if left_out := num_prompts - min(measured_each):
         note = (
             f"acceptance is without {left_out} of the {num_prompts} prompts: with {NEW_TOKENS} new tokens they are "
             "longer than the sequences of draft or target"

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from outrider.export.check.advice import require_runtime
 from outrider.export.check.runner import check_export, check_twin, where_to_check
@@ -41,6 +44,7 @@ from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.text.tokenizer import TOKENIZER_FILES
+from outrider.models.visible import visible
 
 _NEVER_RUN: Final = (
     "its blob was compiled on a machine without an NPU and has never run; the check ran the model that it was compiled "
@@ -118,6 +122,7 @@ def stage_export(
         progress(StageEvent(options.role, "read"))
         origin = source.describe()
         require_room((place, finished_bytes(source, options) + widened_bytes(options)))
+        _warn_of_short_memory(source)
         require_range(source.weight_files, options.stored_precision)
         scratch = writer.directory / "work"
         scratch.mkdir()
@@ -173,6 +178,19 @@ def stage_export(
             report=report,
         )
         yield StagedExport(writer, manifest, options)
+
+
+def _warn_of_short_memory(source: SourceModel) -> None:
+    """One line where the source in FP32 is more than memory and swap have free: the system may end the export later."""
+    needed = 4 * source.architecture.parameters
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    if free < needed:
+        print(
+            f"warning: {visible(source.name)} takes {needed / 1e9:.1f} GB of memory in FP32, and "
+            f"{free / 1e9:.1f} GB are free; close other programs, or export it on a larger machine",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) -> None:

@@ -69,6 +69,10 @@ def export_reference_pair(
         held = lock.acquire()
     with held:
         _forget_others(place)  # first: it makes room
+        for damaged in (pair.target, pair.draft):
+            if not _is_intact(damaged):
+                with contextlib.suppress(OSError):  # not to be written: the export says so
+                    discard(damaged)  # this cache's own, and no bundle to a writer where the manifest is damaged
         if not _is_intact(pair.target):
             export_model(directories.target, pair.target, options.target, progress)
         if not _is_intact(pair.draft):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outrider.export.check.advice import require_runtime
 from outrider.export.disk import telling_of_full_disks
 from outrider.export.make.build import place_files
 from outrider.export.make.pair import (
@@ -28,6 +29,7 @@ from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.export.report.card_html import PageWriter
 from outrider.export.report.comparison import Comparison, NotMade, compare
+from outrider.export.source.family_facts import runtime_obstacle
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.cache_folder import default_cache_dir
@@ -75,6 +77,9 @@ def sweep_pair(
     root, store = Path(out), stage_store()
     draft_source, target_source, ids = read_pair(draft, target, root, options, judging, page)
     recipes = {recipe.label: recipe for recipe in recipes_for(options.draft)}
+    facts = draft_source.shape.facts
+    if all(runtime_obstacle(facts, each.resolved_runtime, each.device) for each in recipes.values()):
+        require_runtime(next(iter(recipes.values())), facts, draft_source.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(telling_of_full_disks(root, default_cache_dir()))
         # Opened before the work, so that an occupied destination fails first.

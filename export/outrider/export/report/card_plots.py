@@ -39,6 +39,7 @@ _STYLE: Final = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "text.color": INK,
+    "text.parse_math": False,  # a label is text, whatever stands in a manifest
     "xtick.color": INK,
     "ytick.color": INK,
     "grid.color": "#8a8a8a",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
+from outrider.export.source.family_facts import MORE_THAN_TEXT
 from outrider.models.errors import ExportError
 
 LONGEST_CHECKED: Final = 1024
@@ -123,8 +124,9 @@ def read_shape(path: Path, config: Mapping[str, Any], longest: int | None = None
     for name in _SIZES:
         if written.get(name) is not None:
             _size(path, written, (name,))
-    if _size(path, written, _LAYERS, 1) > _MAX_LAYERS:
-        raise ExportError(f"{path}: in config.json {_LAYERS[0]} is beyond {_MAX_LAYERS:,}; expected a number of layers")
+    for name, found in ((name, part.get(name)) for part in _nested(config) for name in _LAYERS):
+        if isinstance(found, int) and found > _MAX_LAYERS:
+            raise ExportError(f"{path}: in config.json {name} is beyond {_MAX_LAYERS:,}; expected a number of layers")
     facts = _read_facts(path, config)
     _require_keys_and_values(path, facts)
     hidden, heads = _size(path, facts, _HIDDEN), _size(path, facts, _HEADS)
@@ -155,6 +157,16 @@ def read_shape(path: Path, config: Mapping[str, Any], longest: int | None = None
         longest=longest,
         facts=facts,
     )
+
+
+def _nested(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The object and all inside it: of a model with several parts each has layers."""
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _is_length(value: object) -> bool:
@@ -221,18 +233,18 @@ def _require_keys_and_values(path: Path, config: Mapping[str, Any]) -> None:
 def _read_facts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The decoder's configuration as transformers understands it; its aliases under the names that we look for."""
     with quiet_upstream(f"reading the configuration of {path.name}"):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING,
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         )
 
+        family = str(config.get("model_type"))
+        if family in CONFIG_MAPPING_NAMES and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            kind = "an encoder" if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "no language model"
+            raise ExportError(f"{path} is a {family!r} model, {kind}: it generates no text; expected a decoder")
         found = instantiate(path, config)
-        if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            kind = "an encoder" if found.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "no language model"
-            raise ExportError(
-                f"{path} is a {found.model_type!r} model, {kind}: it generates no text; expected a decoder"
-            )
         text = found.get_text_config(decoder=True)
         own = {part.name for part in dataclasses.fields(type(text))}
         aliases = (*_LAYERS[:1], *_HIDDEN[:1], *_HEADS[:1], *_KV_HEADS[:1], *_FEED_FORWARD[:1], *_POSITIONS[:1])
@@ -244,7 +256,8 @@ def _read_facts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         facts = {name: getattr(text, name, None) for name in (*sorted(own), *names)}
         is_stateful = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(found)], "_is_stateful", False)
         known = {name: value for name, value in facts.items() if value is not None}
-        return known | {"model_type": text.model_type, _IS_STATEFUL: is_stateful}
+        marks = {_IS_STATEFUL: is_stateful, MORE_THAN_TEXT: text is not found}
+        return known | marks | {"model_type": text.model_type}
 
 
 def instantiate(path: Path, config: Mapping[str, Any]) -> Any:

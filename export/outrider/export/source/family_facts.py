@@ -55,11 +55,18 @@ SHAPES: Final[dict[str, tuple[str, ...]]] = {
 """Only for the families above; others may use the same names for something else."""
 
 
+MORE_THAN_TEXT: Final = "outrider_more_than_text"
+"""Key for a model whose decoder is one of several parts; added to transformers' reading of a configuration."""
+
+
 def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
     """Why `runtime` cannot run a model of this configuration; None if nothing is known: then its check decides."""
     family = config.get("model_type")
     is_npu = device == "npu"
     obstacles = {
+        "it takes more than text, and only torch runs the decoder inside": (
+            runtime != "torch" and config.get(MORE_THAN_TEXT)
+        ),
         "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out": (
             runtime == "openvino" and not is_npu and config.get("attn_logit_softcapping")
         ),

@@ -28,6 +28,8 @@ def resolve_model(model: str | Path) -> Path:
     or if it is not in the cache and the hub cannot be reached.
     """
     path = Path(model)
+    if str(model) == "":
+        raise ExportError("the model's name is empty; expected a local Hugging Face model directory or a hub id")
     if path.is_dir():
         return path.resolve()
     match = _HUB_ID.fullmatch(str(model))
@@ -52,7 +54,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
     cache = Path(constants.HF_HUB_CACHE)
     try:
         with telling_of_full_disks(cache):
-            return Path(
+            found = Path(
                 huggingface_hub.snapshot_download(
                     hub_id, revision=revision, allow_patterns=list(SAFE_FILES), ignore_patterns=list(_NOT_NEEDED)
                 )
@@ -82,6 +84,12 @@ def _download(hub_id: str, revision: str | None) -> Path:
         raise ExportError(f"the hub answers {status} for {what}; try again later") from None
     except (httpx.HTTPError, OSError) as error:
         raise ExportError(_unreachable(what, constants.ENDPOINT, cache, error)) from None
+    if not any(found.glob("*.safetensors")):
+        raise ExportError(
+            f"the hub offers no *.safetensors of {what}, and pickled weights are not taken: they execute code on load; "
+            f"choose another model (or, if only a part of it is in the cache, {cache}, download it again)"
+        )
+    return found
 
 
 def _unreachable(what: str, endpoint: str, cache: Path, error: BaseException) -> str:

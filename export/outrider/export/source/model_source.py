@@ -20,7 +20,7 @@ from outrider.export.source.weight_files import check_weights, find_weight_files
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.bundle.manifest import Architecture, Source
 from outrider.models.errors import ExportError
-from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import SHARED_FILES, Tokenizer, own_file
 
 
 def _reference_root() -> Path | None:
@@ -31,6 +31,15 @@ def _reference_root() -> Path | None:
 REFERENCE_ROOT: Final = _reference_root()
 """Where the reference pair is; None where the distribution outrider-reference is not installed."""
 
+TEXT_FILES: Final = (
+    *SHARED_FILES,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+"""Configuration and tokenizer: what is copied of a model besides its weights."""
 _TOKEN_IDS: Final = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -73,13 +82,14 @@ def read_source(model: str | Path, max_positions: int | None = None) -> SourceMo
     ExportError or TokenizerError.
     """
     path = resolve_model(model)
+    _check_files(path)
     config = read_config(path)
     _check_config(path, config)
     token_ids = _read_token_ids(path, config)
     weight_files = find_weight_files(path)
     shape = read_shape(path, config, max_positions)
     name, commit = _name(path)
-    tokenizer = Tokenizer.from_dir(path, name=name)
+    tokenizer = Tokenizer.from_dir(path, name=name, limit=shape.vocab_size)
     if tokenizer.size > shape.vocab_size:
         raise ExportError(
             f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}: they do not "
@@ -142,12 +152,18 @@ def _require_object(path: Path, config: Mapping[str, Any], name: str) -> dict[st
     return found or {}
 
 
-def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+def _check_files(path: Path) -> None:
     if (path / "adapter_config.json").is_file():
         raise ExportError(
             f"{path} has an adapter (adapter_config.json); expected one whole model: merge the two first (in peft: "
             "merge_and_unload, then save_pretrained)"
         )
+    for file in TEXT_FILES:
+        if (path / file).is_file() and own_file(path, file) is None:
+            raise ExportError(f"{path}: {file} is a link that leads out of the model's directory; copy the file there")
+
+
+def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     text = config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
         raise ExportError(f"{path} is quantized already; export the original model in FP32, FP16 or BF16")

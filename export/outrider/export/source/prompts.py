@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,9 @@ Ids = tuple[int, ...]
 
 MAX_PROMPTS: Final = 16
 """How many of a model's own prompts are used; a user's are all used."""
+
+CHAT_DATE: Final = datetime(2026, 1, 1, 12)
+"""The date that chat templates print: with today's, the same prompts would be others tomorrow."""
 
 _FORMATS: Final = (
     'expected a JSON list such as ["def f(x):", {"text": "Once upon"}], JSONL with a "text", "prompt" or "messages" '
@@ -81,7 +85,8 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Tokenizer, *, is_chat: boo
         if isinstance(prompt, str) and not is_chat:
             return tokenizer.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        text = tokenizer.apply_chat_template(messages, variables={"strftime_now": CHAT_DATE.strftime})
+        return tokenizer.encode(text, add_special_tokens=False)
 
     return [tuple(encoded(prompt)) for prompt in prompts]
 

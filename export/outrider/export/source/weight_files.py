@@ -67,7 +67,7 @@ def _indexed(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         is_usable = bool(names) and all(isinstance(name, str) and Path(name).name == name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_usable = False
     if not is_usable:
         raise ExportError(f"{index} is not an index of safetensors files beside it; download the model again")
@@ -87,7 +87,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
             tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
             expected = 8 + header_size + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
             shapes = [math.prod(tensor["shape"]) for tensor in tensors.values()]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             raise ExportError(f"{broken}; download it again") from None
     if size != expected or min(shapes, default=0) < 0:
         raise ExportError(

@@ -80,11 +80,12 @@ class Bundle:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer. Raises BundleError if its fingerprint is not the manifest's."""
-        tokenizer = Tokenizer.from_dir(self.path, name=self.manifest.name)
-        if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
+        manifest = self.manifest
+        tokenizer = Tokenizer.from_dir(self.path, name=manifest.name, limit=manifest.architecture.vocab_size)
+        if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise BundleError(
                 f"{self.path / 'tokenizer.json'} has fingerprint {tokenizer.fingerprint[:12]}, the manifest "
-                f"says {self.manifest.tokenizer_fingerprint[:12]}; export the model again"
+                f"says {manifest.tokenizer_fingerprint[:12]}; export the model again"
             )
         return tokenizer
 
@@ -125,7 +126,7 @@ def _read_manifest(root: Path) -> Manifest:
             f"{root} has no {MANIFEST_NAME}, so it is not a bundle; make one with `outrider-export` (a Hugging "
             "Face directory is its input, not a bundle)"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path} cannot be read as JSON ({error}); export the model again") from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
@@ -155,7 +156,7 @@ def _refuse_misread(root: Path, manifest: Manifest) -> None:
     try:
         config = json.loads((root / "config.json").read_text(encoding="utf-8"))
         window = config.get("sliding_window", windows.get(family))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return  # the bundle's files are checked elsewhere
     if family == "gemma2":
         is_wrong = manifest.device != "npu" and config.get("attn_logit_softcapping", 50.0) is not None

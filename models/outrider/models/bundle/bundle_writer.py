@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -104,10 +105,20 @@ class BundleWriter:
         if not self._overwrite:
             raise BundleError(f"{self._destination} exists already; replace it with --overwrite")
         is_empty = self._destination.is_dir() and not any(self._destination.iterdir())
-        if not is_empty and not (self._destination / MANIFEST_NAME).is_file():
+        if not is_empty and not _has_bundle(self._destination):
             raise BundleError(
                 f"{self._destination} exists and is not a bundle, so it is not replaced; choose another place"
             )
+
+
+def _has_bundle(place: Path) -> bool:
+    """Whether a bundle's manifest is there, of any version: other programs have a manifest.json of their own."""
+    try:
+        found = json.loads((place / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    kinds = {"schema_version": int, "tokenizer_fingerprint": str}
+    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
 def flush_tree(directory: Path) -> None:

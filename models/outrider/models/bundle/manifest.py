@@ -340,7 +340,9 @@ class Manifest(_Part):
         Measurements differ in their last digits for the same files: other processors and threads add in another order.
         """
         measured = {"parity", "agreement", "acceptance", "mapping", "timing"}
-        text = self.model_dump_json(indent=2, exclude={"report": measured})
+        # Notes tell of measurements, too. Not excluded: an empty list was always part of the text.
+        unnoted = self.model_copy(update={"report": self.report.model_copy(update={"notes": ()})})
+        text = unnoted.model_dump_json(indent=2, exclude={"report": measured})
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:

@@ -343,13 +343,16 @@ def cache_positions(needed: int, held: int, longest: int) -> int:
 def longest_sequence(directory: Path, options: RuntimeOptions) -> int:
     """The model's longest sequence, from its config.json, cut to `options.max_positions`.
 
-    Raises ConfigError when neither gives one.
+    Raises ConfigError when neither gives one, or config.json is not a JSON object.
     """
     config = directory / "config.json"
     own = 0
     if config.is_file():
-        fields = json.loads(config.read_text(encoding="utf-8"))
-        fields = fields.get("text_config", fields)
+        try:
+            fields = json.loads(config.read_text(encoding="utf-8"))
+            fields = fields.get("text_config", fields)
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{config} is no configuration of a model ({error}); export the model again") from None
         own = next((int(fields[key]) for key in _LENGTH_KEYS if fields.get(key)), 0)
     if not own and not options.max_positions:
         raise ConfigError(f"{config} does not give {_LENGTH_KEYS[0]}; set max_positions in the options")

@@ -186,4 +186,7 @@ def _head_size(file: Path) -> int:
     config = file.parent / "genai_config.json"
     if not config.is_file():
         return 0
-    return int(json.loads(config.read_text(encoding="utf-8"))["model"]["decoder"]["head_size"])
+    try:
+        return int(json.loads(config.read_text(encoding="utf-8"))["model"]["decoder"]["head_size"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise BundleError(f"{config} does not give the size of a head; {_EXPECTED}") from None

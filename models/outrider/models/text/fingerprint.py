@@ -48,7 +48,7 @@ class TokenizerIdentity:
             )
         except OSError as error:
             raise TokenizerError(f"{tokenizer_json} cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TokenizerError(
                 f"{tokenizer_json} is not a file of the `tokenizers` library ({type(error).__name__}: "
                 f"{error}); save the tokenizer again with transformers' save_pretrained"

@@ -51,10 +51,12 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_dir(cls, directory: str | Path, *, name: str | None = None) -> Tokenizer:
+    def from_dir(cls, directory: str | Path, *, name: str | None = None, limit: int | None = None) -> Tokenizer:
         """Reads `tokenizer.json` and its companions. `name` is for messages; by default the directory's name.
 
-        Raises TokenizerError if the file is missing or the `tokenizers` library cannot read it.
+        limit: the model's vocab_size; None takes that of config.json, where it names one. Added tokens from there on,
+        which a text model has no rows for (Gemma 3's image), are left out: no text becomes them. The fingerprint is
+        that of the whole file. Raises TokenizerError if the file is missing or the `tokenizers` library cannot read it.
         """
         root = Path(directory)
         path = root / "tokenizer.json"
@@ -63,8 +65,13 @@ class Tokenizer:
                 f"{root} has no tokenizer.json; save the model's fast tokenizer there with transformers' "
                 "save_pretrained"
             )
+        limit = _stated_limit(root) if limit is None else limit
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
+            if limit is not None and any(index >= limit for index in backend.get_added_tokens_decoder()):
+                document = json.loads(backend.to_str())
+                document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < limit]
+                backend = tokenizers.Tokenizer.from_str(json.dumps(document))
         except Exception as error:  # the library raises Exception itself
             raise TokenizerError(
                 f"{path} is not a file that tokenizers {tokenizers.__version__} can read ({error}); save it again"
@@ -212,6 +219,17 @@ class Tokenizer:
         return separate or self._config.get("chat_template")
 
 
+def own_file(directory: Path, name: str) -> Path | None:
+    """Where a file of a model's directory lies; None for a link that leads out of it: its target may be anybody's file.
+
+    In a Hugging Face cache each file is a link to a blob, which is the model's own. Raises OSError for a broken link.
+    """
+    root, place = directory.resolve(), (directory / name).resolve(strict=True)
+    is_cached = root.parent.name == "snapshots"
+    is_own = place.is_relative_to(root) or (is_cached and place.is_relative_to(root.parents[1] / "blobs"))
+    return place if is_own else None
+
+
 def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
     """Raises TokenizerMismatch, naming both and the first difference, unless the fingerprints are equal."""
     if a.fingerprint == b.fingerprint:
@@ -234,12 +252,20 @@ def _special_names(*sources: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
+def _stated_limit(directory: Path) -> int | None:
+    """The vocab_size of config.json, or of its text_config; None where there is none."""
+    config = _read_json(directory / "config.json")
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON ({error}); copy it from the model again") from None
     if not isinstance(found, dict):
         raise TokenizerError(f"{path} holds a {type(found).__name__}, expected an object; copy it from the model again")
