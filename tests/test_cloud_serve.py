@@ -76,6 +76,9 @@ def test_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest
         KeyRing.load(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         KeyRing.load(tmp_path / "nothing")
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "two-keys-without-a-comma between-them")
+    with pytest.raises(ConfigError, match="OUTRIDER_API_KEYS: neither a key nor"):
+        KeyRing.load(None)
 
 
 def test_a_taken_port_is_a_clear_refusal() -> None:
