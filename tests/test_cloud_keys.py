@@ -203,6 +203,13 @@ def test_a_route_needs_its_scope() -> None:
         assert code_of(client.post("/v1/sessions/x/drafts", json={}, headers=bearer(BOB))) == (403, "scope_missing")
         assert code_of(client.get("/metrics")) == (401, "unauthorized")
         assert client.get("/health/ready").status_code == 200
+        for path in ("/v1/model", "/v1/models/a/b", "/nowhere"):
+            assert client.get(path).status_code == 401
+        assert client.get("/v1/sessions/a/b", headers=bearer(ALICE)).status_code == 404
+        counted = server.core.metrics.requests
+        for route, status in (("/v1/models", 403), ("/v1/model", 401), ("/v1/models/{model:path}", 401)):
+            assert counted[route, "GET", status] == 1, "a refused request has its route's name"
+        assert counted["unmatched", "GET", 401] == counted["unmatched", "GET", 404] == 1
 
 
 def test_a_key_has_limits_of_its_own() -> None:
