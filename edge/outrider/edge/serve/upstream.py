@@ -18,7 +18,7 @@ from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointUnfit
-from outrider.models.errors import OutriderError, TokenizerMismatch
+from outrider.models.errors import CloudError, OutriderError, TokenizerMismatch
 from outrider.models.http.openai import Conversation
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, RenderAnswer
@@ -210,6 +210,8 @@ async def look_at(upstream: Upstream) -> None:
         facts = await upstream.facts()
     except TokenizerMismatch:
         raise
+    except CloudError:  # the command has said which, and each request says why
+        _note("no verifier yet; requests get 503, still trying")
     except OutriderError as error:
         _note(f"{error}. Requests get 503 until one answers.")
     else:
