@@ -41,7 +41,9 @@ class Access:
         keys = KeyRing.load(path)
         os.environ.pop(KEYS_VARIABLE, None)  # child processes get the rest of the environment
         if watched and path is not None and _shows_keys(path):
-            _log.warning("other users can read the keys in %s: `chmod 600` it, or let `keys add` keep digests", path)
+            _log.warning(
+                "other users can read the keys in %s: `chmod 600` it (`outrider-cloud keys add` keeps digests)", path
+            )
         if len(keys) and options.tls_cert is None and not is_loopback(options.host):
             _log.warning("keys and texts come unencrypted without --tls-cert: let a proxy with TLS take the requests")
         is_open = options.insecure_no_keys or options.tls_client_ca is not None
