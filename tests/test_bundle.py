@@ -220,6 +220,11 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
         with pytest.raises(BundleError, match="JSON"):
             Bundle.open(tmp_path)
+    for role in ("draft", "target"):
+        (tmp_path / "pair" / role).mkdir(parents=True)
+        (tmp_path / "pair" / role / "manifest.json").touch()
+    with pytest.raises(BundleError, match=r"did you mean .*target, for a server, or .*draft, for a device\?"):
+        Bundle.open(tmp_path / "pair")
 
 
 def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:

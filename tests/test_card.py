@@ -178,7 +178,12 @@ def test_a_reader_is_warned(reference_pair: PairPaths) -> None:
     (warning,) = warnings_of(judged_at(manifest, 0.61, emulated))
     assert "timed on emulated" in warning
     assert warnings_of(timed(judged_at(manifest, 0.61), load_warning="This machine was busy.")) == (
-        "This machine was busy.",
+        "draft: when it was exported, its machine was busy.",
+    )
+    greedy = tuple(acceptance(rate, temperature=at) for rate, at in ((0.29, 0.0), (0.3, 0.5), (0.61, 0.8)))
+    elsewhere = manifest.report.model_copy(update={"acceptance": greedy})
+    assert warnings_of(manifest.model_copy(update={"report": elsewhere})) == (
+        "acceptance is under 0.3 elsewhere: 0.29 at temperature 0",
     )
 
 
@@ -192,7 +197,8 @@ def test_a_busy_machine_is_noticed_while_times_are_measured(
     monkeypatch.setattr(MachineLoad, "warning", lambda load: warning)
     busy = export_model(strangers.target, tmp_path / "busy", options)
     assert busy.manifest.report.timing is not None and busy.manifest.report.timing.load_warning == warning
-    assert warning in warnings_of(Bundle.open(tmp_path / "busy").manifest)
+    said = f"target: when it was exported, its {warning.removeprefix('This ')}"
+    assert said in warnings_of(Bundle.open(tmp_path / "busy").manifest)
     assert busy.manifest.digest == idle.manifest.digest
 
 

@@ -297,6 +297,15 @@ def test_examples_run(
     assert shown.rstrip("\n") == expected.rstrip("\n")
 
 
+def test_a_target_without_a_template_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the reference pair's."""
+    with serve_fake(has_chat_template=False) as plain, serve_local(plain.url) as local:
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{local.url}/v1")
+        monkeypatch.setattr(sys, "argv", ["openai_client.py", "zip"])
+        with pytest.raises(SystemExit, match=r"no chat template.*; add --completion"):
+            runpy.run_path(str(CHAT_UI / "openai_client.py"), run_name="__main__")
+
+
 def test_the_lines_of_the_document(local: LocalEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/serve.md: curl and OpenAI's client give one text for one seed."""
     document = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8077", local.url)

@@ -130,23 +130,25 @@ def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> No
         assert client.post("/v1/completions", json={}, headers=HEADERS).status_code == 400
         assert client.post("/v1/sessions/x/drafts", json={}).status_code == 401
         assert client.get("/metrics", headers=HEADERS).status_code == 403
+        assert client.get("/v1/model").status_code == 401
         unknown = {"prompt": [10**6], "max_tokens": 2}  # which the engine refuses
         assert client.post("/v1/sessions", json=unknown, headers=HEADERS).status_code == 400
         now[0] = 9.9
         assert client.post("/v1/completions", json={}).status_code == 401
         now[0] = 10.1
-        wait_until(lambda: len(lines_of(path)) == MAX_REFUSED_LINES + 5)
+        wait_until(lambda: len(lines_of(path)) == MAX_REFUSED_LINES + 6)
         assert client.post("/v1/completions", json={}).status_code == 401
     lines = lines_of(path)
     single, many = [*lines[:MAX_REFUSED_LINES], lines[-1]], lines[MAX_REFUSED_LINES:-1]
     assert {(line["status"], line["end"], line["key"]) for line in single} == {(401, "unauthorized", None)}
-    assert len(many) == 5
+    assert len(many) == 6
     counts = {(line["endpoint"], line["status"], line["end"]): line["refused_requests"] for line in many}
     assert counts == {
         ("/v1/completions", 401, "unauthorized"): 31,
         ("/v1/completions", 400, "invalid_parameter"): 1,
         ("/v1/sessions/{session_id}/drafts", 401, "unauthorized"): 1,
         ("/metrics", 403, "scope_missing"): 1,
+        ("/v1/model", 401, "unauthorized"): 1,
         ("/v1/sessions", 400, "token_out_of_range"): 1,
     }
 

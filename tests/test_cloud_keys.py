@@ -47,7 +47,8 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
     """What is written is what is read; a plain key has every scope, a digest only what its line says."""
     full = ApiKey(b"x" * 32, "team-a", frozenset(Scope), 2.5, 16, 60_000, -3)
     assert ApiKey.parse(full.as_line()) == full
-    assert ApiKey.parse(ALICE).scopes == frozenset(Scope)
+    for plain in (ALICE, "c2VjcmV0LWluLWJhc2U2NA=="):
+        assert ApiKey.parse(plain) == ApiKey.plain(plain) and ApiKey.plain(plain).scopes == frozenset(Scope)
     bare = ApiKey.parse(key_line(ALICE))
     assert (bare.scopes, bare.digest) == (frozenset({Scope.GENERATE}), ApiKey.plain(ALICE).digest)
     assert bare.name == f"key-{bare.digest.hex()[:8]}"
@@ -66,6 +67,11 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
         (key_line(ALICE, "name=a name=b"), "once each"),
         (key_line(ALICE, "name=a/b"), "letters, digits"),
         ("short", "expected 16 or more"),
+        (f"sha265:{'0a' * 32} name=x scopes=metrics", "neither a key nor"),
+        (f"sha265:{'0a' * 32}", "neither a key nor"),
+        ("garbage line here", "neither a key nor"),
+        ("name=team-x sessions=4", "neither a key nor"),
+        ("name=a-team-without-spaces", "comments begin with #"),
     ],
 )
 def test_a_wrong_line_is_refused_by_its_number_and_not_quoted(tmp_path: Path, line: str, message: str) -> None:
@@ -151,14 +157,14 @@ def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
     assert counts == {("keys", "ok"): 1} and ring.find(b"Bearer " + BOB.encode())
     with pytest.raises(RequestError, match="not accepted"):
         ring.find(b"Bearer " + ALICE.encode())
-    for broken in (["short"], ["# none"]):
+    for broken in (["short"], ["# none"], [BOB, "a line of prose"]):
         written(path, *broken)
         for _ in range(3):
             files.check(counts)
     path.unlink()
     files.check(counts, is_forced=True)
     files.check(counts)
-    assert counts == {("keys", "ok"): 1, ("keys", "failed"): 3} and len(ring) == 1
+    assert counts == {("keys", "ok"): 1, ("keys", "failed"): 4} and len(ring) == 1
     assert ring.find(b"Bearer " + BOB.encode())
 
 
@@ -197,6 +203,13 @@ def test_a_route_needs_its_scope() -> None:
         assert code_of(client.post("/v1/sessions/x/drafts", json={}, headers=bearer(BOB))) == (403, "scope_missing")
         assert code_of(client.get("/metrics")) == (401, "unauthorized")
         assert client.get("/health/ready").status_code == 200
+        for path in ("/v1/model", "/v1/models/a/b", "/nowhere"):
+            assert client.get(path).status_code == 401
+        assert client.get("/v1/sessions/a/b", headers=bearer(ALICE)).status_code == 404
+        counted = server.core.metrics.requests
+        for route, status in (("/v1/models", 403), ("/v1/model", 401), ("/v1/models/{model:path}", 401)):
+            assert counted[route, "GET", status] == 1, "a refused request has its route's name"
+        assert counted["unmatched", "GET", 401] == counted["unmatched", "GET", 404] == 1
 
 
 def test_a_key_has_limits_of_its_own() -> None:

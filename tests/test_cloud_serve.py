@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -31,6 +32,7 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server import embedded
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import Exactness, ServeOptions
 from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import draft_kind
@@ -78,6 +80,27 @@ def test_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest
         KeyRing.load(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         KeyRing.load(tmp_path / "nothing")
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "two-keys-without-a-comma between-them")
+    with pytest.raises(ConfigError, match="OUTRIDER_API_KEYS: neither a key nor"):
+        KeyRing.load(None)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no modes as on POSIX")
+def test_what_shows_keys_to_others_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A key file with keys that others can read; keys that come through a network without TLS."""
+    path, digest = tmp_path / "keys", "sha256:" + "0a" * 32
+    for content, mode, host, expected in (
+        ("a-key-of-the-file\n", 0o644, "127.0.0.1", ["other users can read the keys in"]),
+        ("a-key-of-the-file\n", 0o600, "127.0.0.1", []),
+        (f"# ours\n\n{digest}\n", 0o644, "127.0.0.1", []),
+        (digest, 0o600, "0.0.0.0", ["unencrypted without --tls-cert"]),
+    ):
+        path.write_text(content)
+        path.chmod(mode)
+        caplog.clear()
+        Access.of(ServeOptions("fake", host=host, api_key_file=path))
+        assert len(caplog.messages) == len(expected), caplog.messages
+        assert all(words in line for words, line in zip(expected, caplog.messages, strict=True))
 
 
 def test_a_taken_port_is_a_clear_refusal() -> None:
@@ -226,6 +249,8 @@ def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
         (here, default, False, False, f"outrider run --draft '{tmp_path}/my pair/draft' {run}"),
         (reference, default, False, False, f"outrider run {run}"),
         (public, "https://0.0.0.0:8443", True, False, f"{key} run --cloud https://SERVER:8443 {run}"),
+        (public, "http://0.0.0.0:8000", True, False, f"{key} run --cloud https://PROXY {run}"),
+        (public, "http://0.0.0.0:8000", False, False, f"outrider run --cloud http://SERVER:8000 {run}"),
         (ServeOptions("target"), far, True, True, f"{key} pull --server {far}, then {key} run --cloud {far} {run}"),
         (reference, default, False, True, f"outrider pull, then outrider run {run}"),
     ):

@@ -131,6 +131,8 @@ def test_metrics_tell_what_happened(client: httpx.Client, server: FakeServer) ->
     client.get("/no/such/path")
     shown = client.get("/metrics")
     assert shown.headers["content-type"].startswith("text/plain")
+    modern = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert modern.text.endswith("# EOF\n") and "_created" not in shown.text + modern.text  # each would be a series
     assert 'route="unmatched"' in shown.text and "/no/such/path" not in shown.text
 
 

@@ -87,7 +87,7 @@ def test_help_and_version(script: str, run: Run) -> None:
     assert code == 0 and "--show-completion" in short and run(script, "--help")[1] == short
     assert run(script, "--version")[:2] == (0, version("outrider") + "\n")
     assert run(script, COMMANDS[script], "-h")[:1] == (0,)
-    assert run(script)[0] == 2
+    assert run(script) == (2, short, "")
 
 
 @each_script

@@ -119,6 +119,11 @@ def test_keys_and_bounds() -> None:
     ):
         assert httpx.get(f"{local.url}/v1/models").status_code == 401
         assert httpx.get(f"{local.url}/v1/models", headers=bearer(KEY * 2)).status_code == 401
+        assert httpx.get(f"{local.url}/v1/models/a/b").status_code == 401
+        counted = local.core.metrics.requests
+        assert counted["/v1/models", "GET", 401] == 2 and counted["/v1/models/{model:path}", "GET", 401] == 1
+        off = client.get("/metrics")
+        assert code_of(off) == (404, "not_found") and "start it with --metrics" in off.json()["error"]["message"]
         assert httpx.get(f"{local.url}/health/ready").status_code == 200
         assert client.post("/v1/completions", json=body(stop="x" * 3000)).status_code == 413
         assert code_of(client.post("/v1/completions", json=body(prompt=["a", "b"])))[1] == "invalid_parameter"

@@ -216,9 +216,16 @@ def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
         stack.callback(may_answer.set)
         local = stack.enter_context(serve_local(cloud.url))
         assert httpx.get(f"{local.url}/health/live").status_code == 200
-        assert "it is still looked for" in caplog.text and "Requests get 503" not in caplog.text
+        assert "it is still looked for" in caplog.text and "requests get 503" not in caplog.text
         may_answer.set()
-        local.wait_until(lambda: "Requests get 503 until one answers." in caplog.text)
+        local.wait_until(lambda: "no verifier yet; requests get 503, still trying" in caplog.text)
+
+
+def test_a_start_without_a_verifier_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The command has named the address that does not answer before."""
+    with serve_local("http://127.0.0.1:9") as local:
+        assert httpx.get(f"{local.url}/health/live").status_code == 200
+    assert caplog.messages == ["no verifier yet; requests get 503, still trying"]
 
 
 def test_the_verifiers_key_and_the_clients_keys_are_told_apart(

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from tests.agents import scripted_client
 from tests.commands import screen
 from tests.serving import fake_tokenizer, serve_fake
@@ -41,6 +43,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.models.client.client import VerifierClient, verifier_url
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.command_line import print_line
 from outrider.models.process.machine_load import MachineLoad, read_counters
 
 
@@ -235,6 +238,21 @@ def test_a_message_begins_on_a_line_of_its_own() -> None:
     printer.break_line()
     printer.break_line()
     assert out.getvalue() == "def\n"
+
+
+def test_messages_beside_the_text_in_one_log_begin_on_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`outrider run ... > log 2>&1`; a file that gets the text alone gets nothing else."""
+    tokenizer, together, alone = fake_tokenizer(), tmp_path / "together", tmp_path / "alone"
+    with together.open("w") as log, alone.open("w") as out:
+        monkeypatch.setattr(sys, "stderr", log)
+        for file in (log, out):
+            printer = TokenPrinter(Console(file=file), tokenizer.detokenizer())
+            printer(TokenBatch(tuple(tokenizer.encode("def")), 0, 0.0))
+            printer.finish()
+            print_line(Console(stderr=True), "seed 7")
+    assert (together.read_text(), alone.read_text()) == ("def\nseed 7\nseed 7\n", "def")
 
 
 def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import re
 from pathlib import Path
 
 import pytest
 
+from outrider.models.process import huge_pages
 from outrider.models.process.huge_pages import LEAST, PAGE_SIZE, SLICE, large_mappings, use_huge_pages
 
 START, END = 0x7F0000000000, 0x7F0000000000 + LEAST
@@ -55,3 +57,10 @@ def test_memory_in_use_keeps_its_bytes_in_huge_pages_and_the_rest_is_left() -> N
             pytest.skip("this system moves no memory: Linux before 6.1")
         assert SLICE <= in_huge_pages(start, start + 4 * SLICE) <= 3 * SLICE
         assert memory[: 2 * SLICE] == 2 * content
+
+
+@pytest.mark.skipif(not PAGE_SIZE.exists(), reason="this system has no huge pages")
+def test_nothing_moved_is_not_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(huge_pages, "large_mappings", lambda maps: [])
+    assert use_huge_pages() == 0 and not caplog.messages

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 
 def main(arguments: list[str]) -> None:
@@ -23,7 +23,11 @@ def main(arguments: list[str]) -> None:
     if "--completion" in arguments:
         stream = client.completions.create(prompt=words, **common)
     else:
-        stream = client.chat.completions.create(messages=[{"role": "user", "content": words}], **common)
+        try:
+            stream = client.chat.completions.create(messages=[{"role": "user", "content": words}], **common)
+        except BadRequestError as error:
+            advice = "; add --completion" if error.code == "no_chat_template" else ""
+            sys.exit(f"{error.body['message']}{advice}")
     usage = None
     for chunk in stream:
         for choice in chunk.choices:

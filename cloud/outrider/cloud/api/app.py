@@ -28,8 +28,8 @@ from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.errors import install_error_handlers
-from outrider.models.http.security import METRICS_PATH, Gate, GatePaths
-from outrider.models.http.served_requests import ServedRequests
+from outrider.models.http.security import Gate, GatePaths
+from outrider.models.http.served_requests import ServedRequests, names_of_routes
 from outrider.models.version import outrider_version
 
 PROBE_PATHS: Final = frozenset({"/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz"})
@@ -87,13 +87,18 @@ def create_app(
         redirect_slashes=False,  # a replica would name its own address
     )
     app.state.core = core
+    patterns = [*OPEN_PATHS]
     for routes in (session_routes, verify_routes, completion_routes, download_routes, health_routes):
-        app.include_router(routes(core))
+        router = routes(core)
+        app.include_router(router)
+        patterns += [getattr(route, "path", "") for route in router.routes]
     install_error_handlers(app, "/openapi.json lists all paths")
     install_openapi(app, needs_key=bool(len(settings.keys)), open_paths=PROBE_PATHS | OPEN_PATHS)
 
     app.drafts = drafts_endpoint(core, PATHS)
     traced = TracedRequests(settings.traces, core.metrics, model.name, OPERATIONS)
+
+    name_of_route = names_of_routes(patterns, route_of)
 
     def begin(scope: Scope) -> None:
         if settings.audit is not None:
@@ -105,13 +110,11 @@ def create_app(
         path: str = scope["path"]
         if settings.audit is not None and path not in PROBE_PATHS:
             is_work = path in COSTLY_PATHS or path.startswith(_DOWNLOADS)
-            # The route's pattern, also of a request that the gate refused before the router saw it.
-            endpoint = path if path in COSTLY_PATHS or path == METRICS_PATH else route_of(scope)
-            settings.audit.over(scope, endpoint, status, took_s, is_work=is_work)
+            settings.audit.over(scope, name_of_route(scope), status, took_s, is_work=is_work)
 
     # Added from the inside out. A replica's requests were spaced by its front.
     app.add_middleware(Gate, settings=settings, paths=PATHS, is_paced=not settings.session_prefix, on_admitted=begin)
-    app.add_middleware(ServedRequests, tally=core.metrics, route_of=route_of, on_over=over)
+    app.add_middleware(ServedRequests, tally=core.metrics, route_of=name_of_route, on_over=over)
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
     # filters of the whole process.
     for route in app.routes:

@@ -53,7 +53,7 @@ class Metrics(RequestTally):
         self._pacer = Pacer(1.0 / max_age_s, _EXPOSITIONS_AT_ONCE) if max_age_s else None
         self._expositions: dict[str, asyncio.Task[bytes]] = {}  # the newest, by content type
         self._registry = CollectorRegistry()
-        self.add_families(lambda: _engine_families(stats(), self.created_s))
+        self.add_families(lambda: _engine_families(stats()))
         ProcessCollector(registry=self._registry)
         self.add_families(self.request_counters)
         self.add_families(self.times)
@@ -126,7 +126,7 @@ class Families(Collector):
         return []  # else `register` would scrape once, before the engine is there
 
 
-def _engine_families(stats: EngineStats, created_s: float) -> Iterator[Metric]:
+def _engine_families(stats: EngineStats) -> Iterator[Metric]:
     for name, help_text, value in _shown(stats):
         yield GaugeMetricFamily(name, help_text, value=value)
     yield GaugeMetricFamily(
@@ -135,14 +135,14 @@ def _engine_families(stats: EngineStats, created_s: float) -> Iterator[Metric]:
         value=1.0 - stats.free_blocks / max(1, stats.num_blocks),
     )
     for name, help_text, value in _shown(stats.totals):
-        yield CounterMetricFamily(name, help_text, value=value, created=created_s)
-    yield from _distribution_families(stats.distributions, created_s)
+        yield CounterMetricFamily(name, help_text, value=value)
+    yield from _distribution_families(stats.distributions)
 
 
-def _distribution_families(found: Distributions, created_s: float) -> Iterator[Metric]:
+def _distribution_families(found: Distributions) -> Iterator[Metric]:
     ends = CounterMetricFamily("outrider_request_success", "Sequences that ended, by how.", labels=("finished_reason",))
     for reason, count in found.ends.items():
-        ends.add_metric((reason,), count, created=created_s)
+        ends.add_metric((reason,), count)
     yield ends
     tested = found.tested_by_position
     num_shown = max(_LEAST_POSITIONS, MAX_POSITIONS - next((i for i, n in enumerate(reversed(tested)) if n), 64))
@@ -156,9 +156,9 @@ def _distribution_families(found: Distributions, created_s: float) -> Iterator[M
     ):
         family = CounterMetricFamily(f"outrider_spec_decode_num_{name}_tokens_per_pos", help_text, labels=("position",))
         for position, count in enumerate(counts[:num_shown]):
-            family.add_metric((str(position),), count, created=created_s)
+            family.add_metric((str(position),), count)
         yield family
-    yield from _adapter_families(found.adapters, created_s)
+    yield from _adapter_families(found.adapters)
     for name, help_text, tally in (
         ("engine_batch_size", "Sequences of a step.", found.batch_size),
         ("iteration_tokens", "Tokens of a step.", found.step_tokens),
@@ -174,7 +174,7 @@ def _distribution_families(found: Distributions, created_s: float) -> Iterator[M
         yield histogram(name, help_text, tally)
 
 
-def _adapter_families(found: Mapping[str, AdapterCounts], created_s: float) -> Iterator[Metric]:
+def _adapter_families(found: Mapping[str, AdapterCounts]) -> Iterator[Metric]:
     for field_name, name, help_text in (
         ("committed", "generation_tokens", "Tokens committed with this adapter."),
         ("drafts", "spec_decode_num_drafts", "Commits with this adapter that had drafted tokens verified."),
@@ -183,7 +183,7 @@ def _adapter_families(found: Mapping[str, AdapterCounts], created_s: float) -> I
     ):
         family = CounterMetricFamily(f"outrider_adapter_{name}", help_text, labels=("adapter",))
         for adapter, counts in found.items():
-            family.add_metric((adapter,), getattr(counts, field_name), created=created_s)
+            family.add_metric((adapter,), getattr(counts, field_name))
         if found:
             yield family
 

@@ -223,16 +223,25 @@ def announce(options: ServeOptions, bundle: Path, sock: socket | None, *, needs_
         part.replace(options.port_file)
     print_now(READY_PREFIX + url)
     where = "In another terminal" if is_loopback(options.host) else "On a device"
+    if _needs_proxy(options, url, needs_key=needs_key):
+        where += ", through your proxy with TLS"
     print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key, has_drafts=has_drafts)}")
+
+
+def _needs_proxy(options: ServeOptions, url: str, *, needs_key: bool) -> bool:
+    """Whether devices refuse to call the server itself: no key goes through a network unencrypted."""
+    return needs_key and url.startswith("http:") and not is_loopback(options.host)
 
 
 def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool, has_drafts: bool = False) -> str:
     """What to type next. The draft is named where it is known: the one exported beside the target.
 
     needs_key: the server asks for an API key. has_drafts: a device can download a draft first. A wildcard address is no
-    address for others, so SERVER stands for it.
+    address for others, so SERVER stands for it, or PROXY for what encrypts.
     """
-    if options.host in WILDCARDS:
+    if _needs_proxy(options, url, needs_key=needs_key):
+        url = "https://PROXY"
+    elif options.host in WILDCARDS:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://SERVER:{rest.rpartition(':')[2]}"
     cloud = "" if url == DEFAULT_VERIFIER_URL else f" --cloud {url}"

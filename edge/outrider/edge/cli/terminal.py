@@ -7,6 +7,8 @@ exactly.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -28,7 +30,8 @@ STYLES = {Origin.PICK: DRAFT_STYLE, Origin.ALTERNATIVE: ALTERNATIVE_STYLE, Origi
 class TokenPrinter:
     """An `OnTokens` that prints. Call `finish` after the last batch: half a character may be waiting for its rest.
 
-    A file or a pipe gets the text and `end`, and no line break that keeps messages apart on a terminal.
+    A file or a pipe gets the text and `end`, and no line break that keeps messages apart on a terminal, unless it gets
+    the messages, too.
 
     prompt: printed before the first token, so that no message comes between it and the text. end: written after the
     text into a file or a pipe; on a terminal every text ends its line.
@@ -72,13 +75,21 @@ class TokenPrinter:
             self.console.print()
         else:
             self._print(self.end, "")
+            self.break_line()
         self._is_in_line = False
 
     def break_line(self) -> None:
-        """Ends an unfinished line on a terminal, so that a message stands on its own."""
-        if self._is_in_line and self.console.is_terminal:
+        """Ends an unfinished line where messages come to the same place, so that each stands on its own."""
+        if self._is_in_line and (self.console.is_terminal or self._is_beside_messages()):
             self.console.print()
             self._is_in_line = False
+
+    def _is_beside_messages(self) -> bool:
+        """Whether standard error goes to the same file, or through the same pipe."""
+        try:
+            return os.path.sameopenfile(self.console.file.fileno(), sys.stderr.fileno())
+        except (OSError, AttributeError):  # one is no file, or there is none
+            return False
 
     def _print(self, text: str, style: str) -> None:
         if not text:

@@ -63,7 +63,7 @@ from outrider.models.wire.protocol import ModelFacts
 
 PATHS_ARE: Final = (
     "this is `outrider serve`, not a verifier: it has /v1/chat/completions, /v1/completions, /v1/models, "
-    "/v1/outrider/verify, /health/live, /health/ready and a page at /"
+    "/v1/outrider/verify, /health/live, /health/ready and a page at /; for /metrics start it with --metrics"
 )
 """What an answer 404 says."""
 

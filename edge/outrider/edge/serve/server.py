@@ -31,7 +31,7 @@ from outrider.models.client import tracing
 from outrider.models.errors import OutriderError
 from outrider.models.http.errors import install_error_handlers
 from outrider.models.http.security import Gate, GatePaths, plain_origin
-from outrider.models.http.served_requests import ServedRequests
+from outrider.models.http.served_requests import ServedRequests, names_of_routes
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
@@ -104,10 +104,12 @@ COSTLY_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1
 def create_local_app(core: LocalCore) -> Starlette:
     """The application: the API and the page."""
     settings, page = core.settings, page_routes()
+    routes = [*local_routes(core), *watching_routes(core), *page]
+    name_of_route = names_of_routes((route.path for route in routes), route_of)
     paths = GatePaths(frozenset(route.path for route in page), PROBE_PATHS, COSTLY_PATHS)
     layers = [
         Middleware(TracedRequests),
-        Middleware(ServedRequests, tally=core.metrics, route_of=route_of, on_over=note_request),
+        Middleware(ServedRequests, tally=core.metrics, route_of=name_of_route, on_over=note_request),
         Middleware(Gate, settings=settings, paths=paths),
     ]
     if not len(settings.keys) and not settings.any_user:
@@ -121,7 +123,7 @@ def create_local_app(core: LocalCore) -> Starlette:
             expose_headers=["Retry-After"],
         )
         layers.insert(0, cors)  # outside, so that a page can read errors too
-    app = Starlette(routes=[*local_routes(core), *watching_routes(core), *page], middleware=layers)
+    app = Starlette(routes=routes, middleware=layers)
     app.router.redirect_slashes = False  # to an address of the client's own making, by its Host
     install_error_handlers(app, PATHS_ARE)
     return app

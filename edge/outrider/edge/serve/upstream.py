@@ -230,6 +230,8 @@ async def look_at(upstream: Upstream, model: str | None) -> None:
         facts = await upstream.facts()
     except TokenizerMismatch:
         raise
+    except CloudError:  # the command has said which, and each request says why
+        _note("no verifier yet; requests get 503, still trying")
     except OutriderError as error:
         _note(f"{error}. Requests get 503 until one answers.")
     else:

@@ -193,13 +193,18 @@ def warnings_of(manifest: Manifest) -> tuple[str, ...]:
             f"acceptance is {found.rate:.2f} at temperature {JUDGED_AT:g}, under {WARNED_UNDER:g}: the draft will gain "
             "little; distil it on this target (outrider-export distill)"
         )
+    low = [each for each in manifest.report.acceptance if each is not found and each.rate < REFUSED_UNDER]
+    if low:
+        rates = ", ".join(f"{each.rate:.2f} at temperature {each.temperature:g}" for each in low)
+        said.append(f"acceptance is under {REFUSED_UNDER:g} elsewhere: {rates}")
     if timing is not None and not timing.is_on_device:
         said.append(
             f"made for {manifest.device.upper()}, timed on {timing.provider}: acceptance holds, times and predictions "
             "do not"
         )
     if timing is not None and timing.load_warning is not None:
-        said.append(timing.load_warning)
+        words = timing.load_warning.replace("This machine", "its machine", 1)
+        said.append(f"{manifest.role}: when it was exported, {words}")
     return tuple(said)
 
 

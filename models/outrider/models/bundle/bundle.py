@@ -122,6 +122,11 @@ def _read_manifest(root: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text)
     except FileNotFoundError:
+        draft, target = root / "draft", root / "target"
+        if (draft / MANIFEST_NAME).is_file() and (target / MANIFEST_NAME).is_file():
+            raise BundleError(
+                f"{root} is a pair of bundles; did you mean {target}, for a server, or {draft}, for a device?"
+            ) from None
         raise BundleError(
             f"{root} has no {MANIFEST_NAME}, so it is not a bundle; make one with `outrider-export` (a Hugging "
             "Face directory is its input, not a bundle)"

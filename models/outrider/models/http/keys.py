@@ -25,6 +25,8 @@ DIGEST_PREFIX: Final = "sha256:"
 KEY: Final = "outrider.key"
 """Key of the ASGI scope that holds the caller's `ApiKey`, where keys are required."""
 _DIGEST: Final = re.compile("[0-9A-Fa-f]{64}")
+_PLAIN: Final = re.compile(r"(?!(?i:sha)\w*:)[^\s=]+=*")
+"""Base64 may end in `=`; `=` before the end makes an attribute, `sha265:` a digest that was mistyped."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -68,7 +70,12 @@ class ApiKey:
 
     @classmethod
     def plain(cls, key: str) -> ApiKey:
-        """A key that is given itself, with every scope and no limits of its own. Raises ConfigError for a short one."""
+        """A key that is given itself, with every scope and no limits of its own.
+
+        Raises ConfigError for a short one, and for what looks like prose, attributes or a digest.
+        """
+        if not _PLAIN.fullmatch(key):
+            raise ConfigError(f"neither a key nor `{DIGEST_PREFIX}...`; comments begin with #")
         if len(key) < MIN_KEY_CHARS:
             raise ConfigError(f"an API key has {len(key)} characters; expected {MIN_KEY_CHARS} or more")
         digest = hashlib.sha256(key.encode()).digest()
@@ -185,10 +192,13 @@ class KeyRing:
     def load(cls, path: Path | None) -> KeyRing:
         """Keys from the file `path`, and from the environment variable OUTRIDER_API_KEYS, separated by commas.
 
-        Raises ConfigError if the file has none or cannot be read.
+        Raises ConfigError if the file has none or cannot be read, or for what is no key in the variable.
         """
         keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-        ring = cls(keys)
+        try:
+            ring = cls(keys)
+        except ConfigError as error:
+            raise ConfigError(f"{KEYS_VARIABLE}: {error}") from None
         ring.path = path
         ring.reload()
         return ring

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +15,24 @@ from outrider.models.process.tally import RequestTally
 
 OnOver = Callable[[Scope, int | None, float], None]
 """Called when a request is over: its scope, the answer's status (None: the client left before), seconds."""
+
+
+def names_of_routes(patterns: Iterable[str], matched: Callable[[Scope], str]) -> Callable[[Scope], str]:
+    """A `route_of` that also names the route of a request that was refused before the router saw it.
+
+    Such a one is told by its path's first two names: a look into a table, no match. matched: names what was routed.
+    """
+    names: dict[str, str] = {}
+    for pattern in patterns:
+        names.setdefault(pattern.partition("{")[0], pattern)
+
+    def route_of(scope: Scope) -> str:
+        path: str = scope["path"]
+        if "router" in scope:
+            return matched(scope)
+        return names.get(path) or names.get("/".join(path.split("/", 3)[:3]) + "/") or matched(scope)
+
+    return route_of
 
 
 class ServedRequests:

@@ -276,7 +276,7 @@ def _run(app: typer.Typer, what: str, extra: str) -> int:
 def _show_usage_error(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     if ctx is not None and type(error).__name__ == "NoArgsIsHelpError":
-        click.echo(ctx.get_help(), nl=False)
+        click.echo(ctx.get_help())
         return error.exit_code
     message = error.format_message()
     if isinstance(error, click.NoSuchOption) and ctx is not None:

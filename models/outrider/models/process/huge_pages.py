@@ -52,7 +52,8 @@ def use_huge_pages() -> int:
             # It may be gone by now: then both calls fail, and nothing has changed.
             if libc.mincore(*place, in_use) == 0 and sum(in_use) >= _DENSE * len(in_use):
                 moved += size if libc.madvise(*place, _COLLAPSE) == 0 else 0
-    logger.info("%d MB of this process were moved into huge pages", moved >> 20)
+    if moved:
+        logger.info("%d MB of this process were moved into huge pages", moved >> 20)
     return moved
 
 

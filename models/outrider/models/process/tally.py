@@ -35,13 +35,12 @@ def text_format(accept: str) -> tuple[Callable[[Any], bytes], str]:
 class Tally:
     """The observations of a histogram: how many fell into each bucket, and their sum, `total`. For one thread."""
 
-    __slots__ = ("_bounds", "_counts", "_created_s", "total")
+    __slots__ = ("_bounds", "_counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
-        self._created_s = time.time()
 
     def observe(self, value: float) -> None:
         """Counts one value; a bucket includes its bound."""
@@ -69,7 +68,6 @@ class Tally:
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         labels = dict(labels or {})
         family.add_metric(list(labels.values()), list(zip(names, accumulate(self._counts), strict=True)), self.total)
-        family.add_sample(f"{family.name}_created", labels, self._created_s)
 
 
 class CommitTimer:
@@ -105,7 +103,6 @@ class RequestTally:
     """Requests of a server by route, method and status, its errors by code, and its times. On one event loop."""
 
     def __init__(self) -> None:
-        self.created_s = time.time()
         self.requests: dict[tuple[str, str, int], int] = {}  # by route, method and status
         self.errors: dict[str, int] = {}  # by code
         self.request_s: dict[str, Tally] = {}  # by route
@@ -141,7 +138,7 @@ class RequestTally:
 
         family = CounterMetricFamily(f"outrider_{name}", help_text, labels=labels)
         for label_values, count in values.items():
-            family.add_metric(label_values, count, created=self.created_s)
+            family.add_metric(label_values, count)
         return family
 
     def request_counters(self) -> Iterator[Metric]:
