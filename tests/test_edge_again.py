@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from contextlib import nullcontext
 
 import httpx
 import pytest
 from tests.agents import Clock, generate, scripted_client
+from tests.local_endpoint import local_core
 from tests.test_edge_resume import (
     ONE,
     PROMPT,
@@ -20,13 +22,20 @@ from tests.test_edge_resume import (
     stream,
     unreachable,
 )
+from tests.test_edge_serve import FACTS
 
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest
+from outrider.edge.serve import upstream as upstream_module
+from outrider.edge.serve.state import OfflineSettings
+from outrider.edge.serve.upstream import FACTS_S, Upstream
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.wire.protocol import Commit, ErrorBody
+
+URL = "http://127.0.0.1:1"
 
 
 def failing(code: str, kind: str = "server_error", num_tokens: int = 0) -> Answer:
@@ -107,3 +116,41 @@ async def test_a_cloud_that_has_served_other_texts_is_no_wrong_address() -> None
         assert len(clock.pauses) == 1
         with pytest.raises(CloudError, match="no verifier at"):
             await stream(Script(lambda _: httpx.Response(404)), ONE)
+
+
+async def test_an_outage_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --offline-ok: while verifiers are asked again, texts are the draft's; from their answer on the target's."""
+    answers, clock, num_asked, is_there = asyncio.Event(), Clock(), 0, False
+
+    async def cloud(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        await answers.wait()
+        if not is_there:
+            raise httpx.ConnectTimeout("no answer")
+        return httpx.Response(200, content=FACTS.model_dump_json())
+
+    core = local_core(URL, fingerprint=FACTS.tokenizer, offline=OfflineSettings("a-draft"))
+    client = VerifierClient(URL, transport=httpx.MockTransport(cloud))
+    core.upstream = upstream = Upstream([client], FACTS.tokenizer, clock=clock)
+    answers.set()
+    assert await core.facts_or_draft() is core.draft_facts
+    answers.clear()
+    monkeypatch.setattr(upstream_module, "MOMENT_S", 0.0)
+    num_before, clock.now = num_asked, clock.now + FACTS_S - 1.0
+    for _ in range(3):
+        assert await core.facts_or_draft() is core.draft_facts
+    is_there = True
+    answers.set()
+    assert await upstream.facts() == await core.facts_or_draft() == FACTS
+    assert num_asked == num_before + 1
+    answers.clear()
+    upstream.lost()
+    clock.now += FACTS_S
+    waiting = asyncio.create_task(core.facts_or_draft())
+    while num_asked < num_before + 2:
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    answers.set()
+    assert await waiting == FACTS
+    await core.aclose()

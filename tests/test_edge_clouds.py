@@ -13,15 +13,12 @@ import httpx
 import pytest
 from tests.agents import SURE, Clock, proxy_to
 from tests.commands import KEY, OTHER_KEY, Outrider
-from tests.local_endpoint import DRAFTS, MESSAGES, PROMPT, LocalEndpoint, expected, local_core, serve_local
+from tests.local_endpoint import DRAFTS, MESSAGES, PROMPT, LocalEndpoint, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
-from tests.test_edge_serve import FACTS
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
-from outrider.edge.serve import upstream as upstream_module
-from outrider.edge.serve.state import OfflineSettings
-from outrider.edge.serve.upstream import FACTS_S, Upstream
+from outrider.edge.serve.upstream import Upstream
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, KeyRefused, TargetMismatch
@@ -226,44 +223,6 @@ async def test_a_cloud_that_refuses_the_key_does_not_come_back_by_its_readiness(
         await upstream.ready()
     assert fleet.is_down(A) and not await fleet.finds_one(9.0)
     await upstream.aclose()
-
-
-async def test_an_outage_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --offline-ok: while verifiers are asked again, texts are the draft's; from their answer on the target's."""
-    answers, clock, num_asked, is_there = asyncio.Event(), Clock(), 0, False
-
-    async def cloud(request: httpx.Request) -> httpx.Response:
-        nonlocal num_asked
-        num_asked += 1
-        await answers.wait()
-        if not is_there:
-            raise httpx.ConnectTimeout("no answer")
-        return httpx.Response(200, content=FACTS.model_dump_json())
-
-    core = local_core(A, fingerprint=FACTS.tokenizer, offline=OfflineSettings("a-draft"))
-    client = VerifierClient(A, transport=httpx.MockTransport(cloud))
-    core.upstream = upstream = Upstream([client], FACTS.tokenizer, clock=clock)
-    answers.set()
-    assert await core.facts_or_draft() is core.draft_facts
-    answers.clear()
-    monkeypatch.setattr(upstream_module, "MOMENT_S", 0.0)
-    num_before, clock.now = num_asked, clock.now + FACTS_S - 1.0
-    for _ in range(3):
-        assert await core.facts_or_draft() is core.draft_facts
-    is_there = True
-    answers.set()
-    assert await upstream.facts() == await core.facts_or_draft() == FACTS
-    assert num_asked == num_before + 1
-    answers.clear()
-    upstream.lost()
-    clock.now += FACTS_S
-    waiting = asyncio.create_task(core.facts_or_draft())
-    while num_asked < num_before + 2:
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    answers.set()
-    assert await waiting == FACTS
-    await core.aclose()
 
 
 async def test_a_gateway_that_hides_its_readiness_is_a_cloud_that_answers() -> None:
