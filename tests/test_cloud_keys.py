@@ -47,7 +47,7 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
     """What is written is what is read; a plain key has every scope, a digest only what its line says."""
     full = ApiKey(b"x" * 32, "team-a", frozenset(Scope), 2.5, 16, 60_000, -3)
     assert ApiKey.parse(full.as_line()) == full
-    for plain in (ALICE, "c2VjcmV0LWluLWJhc2U2NA=="):
+    for plain in (ALICE, "c2VjcmV0LWluLWJhc2U2NA==", "shared:by-the-whole-team"):
         assert ApiKey.parse(plain) == ApiKey.plain(plain) and ApiKey.plain(plain).scopes == frozenset(Scope)
     bare = ApiKey.parse(key_line(ALICE))
     assert (bare.scopes, bare.digest) == (frozenset({Scope.GENERATE}), ApiKey.plain(ALICE).digest)

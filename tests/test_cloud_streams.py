@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import warnings
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -101,6 +103,19 @@ class Streaming:
         """The client has left, and the stream has ended."""
         self.connection.left.set()
         await self.task
+
+
+async def test_a_client_that_has_left_before_its_answer_begins_costs_nothing() -> None:
+    """Nor a warning of Python's, that something was never awaited."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        streaming = Streaming(is_read=False)
+        await streaming.left()
+        assert streaming.num_closed == 1 and not streaming.connection.written
+        del streaming
+        await settle()
+        gc.collect()
+    assert not found
 
 
 async def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:

@@ -145,7 +145,9 @@ async def test_an_outage_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert await upstream.facts() == await core.facts_or_draft() == FACTS
     assert num_asked == num_before + 1
     answers.clear()
-    upstream.lost()
+    upstream.lost(clock.now - 1.0)  # a text that began before this answer
+    assert await core.facts_or_draft() == FACTS
+    upstream.lost(clock.now + 1.0)
     clock.now += FACTS_S
     waiting = asyncio.create_task(core.facts_or_draft())
     while num_asked < num_before + 2:

@@ -248,7 +248,7 @@ def test_texts_keep_the_targets_facts(local: LocalEndpoint, monkeypatch: pytest.
         asked.append(now[0])
         return await model_facts(self)
 
-    monkeypatch.setattr(upstream, "_clock", lambda: now[0])
+    monkeypatch.setattr(upstream, "clock", lambda: now[0])
     monkeypatch.setattr(upstream, "_facts", None)
     monkeypatch.setattr(upstream, "_confirmed_at", 0.0)
     monkeypatch.setattr(VerifierClient, "model_facts", counted)
@@ -377,4 +377,4 @@ def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer
             error = local.post(fields, path, 503)["error"]
             assert error["code"] == "no_verifier" and "another target" in error["message"]
             assert local.post(fields, path)["model"] == "other"
-            local.core.upstream._facts = (local.core.upstream._clock(), FACTS)
+            local.core.upstream._facts = (local.core.upstream.clock(), FACTS)

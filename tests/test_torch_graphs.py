@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,6 +177,22 @@ def test_layers_that_read_the_same_rows_are_one_product(
     assert products == [(16, 6)] * (4 if is_cross else 2)
     assert len({each.weight.untyped_storage().data_ptr() for each in (model.q_proj, model.k_proj, model.v_proj)}) == 1
     assert model.v_proj._product._rows is None and model.v_proj._product._parts == ()
+
+
+def test_joining_holds_the_old_weights_of_one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that nearly fills a GPU could not be loaded else."""
+    model: Any = torch.nn.ModuleList([Attention(has_bias=False) for _ in range(3)])
+    old = [weakref.ref(each.q_proj) for each in model]
+    alive = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        alive.append(sum(each() is not None for each in old))
+        return cat(*args)
+
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", counted)
+    join(model)
+    assert alive == [3, 2, 1]
 
 
 def test_layers_that_cannot_read_the_same_rows_stay() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from types import coroutine
 from typing import Any, Final, NamedTuple
 
@@ -171,7 +172,7 @@ class SessionStream(Response):
         self._send: Send = scope.get(SERVER_SEND, send)
         try:
             # Events are taken meanwhile: it may wait behind an answer that the client does not read.
-            self._sending = self._loop.create_task(self._send_rest(self._open(send)))
+            self._sending = self._loop.create_task(self._send_rest(partial(self._open, send)))
             self._line.write = self._write_beside
             self._mailbox.listen(self._on_events)
             await sse.until_gone(receive)
@@ -249,7 +250,7 @@ class SessionStream(Response):
         except Exception as error:  # the connection is in an unknown state: the server closes it
             self._give_up(error)
         else:
-            self._sending = self._loop.create_task(self._send_rest(_rest(sending, wait)))
+            self._sending = self._loop.create_task(self._send_rest(partial(_rest, sending, wait)))
 
     def _write_beside(self, event: bytes) -> None:
         """An event that is not the engine's."""
@@ -264,10 +265,10 @@ class SessionStream(Response):
         """Whether nothing follows what is being written."""
         return self._has_ended and not self._backlog
 
-    async def _send_rest(self, begun: Awaitable[None]) -> None:
+    async def _send_rest(self, begun: Callable[[], Awaitable[None]]) -> None:
         """Finishes a write that has begun, then sends what has come meanwhile."""
         try:
-            await begun
+            await begun()
             while chunk := self._waiting():
                 await self._body(chunk)
         except Exception as error:

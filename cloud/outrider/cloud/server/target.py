@@ -87,7 +87,7 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         "engine": engine,
     }
     if manifest.runtime == "torch" and options.device.startswith("cuda"):
-        facts["kernels"] = "triton 2"  # raise the number when a change of kernels can change a token
+        facts["kernels"] = "triton 3"  # raise the number when a change of kernels can change a token
     return digest_of(facts)
 
 

@@ -197,10 +197,11 @@ class LocalTexts(CallTexts[_Text, _Event]):
         stop_ids, max_positions = frozenset(facts.eos_token_ids), core.offline.max_positions
         writer = OfflineWriter(agent, agent.drafter, stop_ids, max_positions=max_positions, text=choice.written)
         origin = core.upstream.origin(facts) if is_up else None
+        began = core.upstream.clock()
         text = await writer.generate(request, on_tokens, origin, is_up=is_up)
         if text.local:
             if is_up:
-                core.upstream.lost()  # the next text need not try as long
+                core.upstream.lost(began)  # the next text need not try as long
             self._keep(index, choice)
         elif is_up:
             core.upstream.confirm(facts)

@@ -56,7 +56,7 @@ class Upstream:
         self._clients = list(clients)
         self._fingerprint = fingerprint
         self._retry = retry or RetryPolicy(max_loading_s=2.0, max_asked_s=ASKED_S)
-        self._clock = clock
+        self.clock = clock
         self._facts: tuple[float, ModelFacts] | None = None
         self._facts_url = ""
         self._confirmed_at = 0.0
@@ -92,7 +92,7 @@ class Upstream:
         """Records that the target of these facts has written a text just now, so they hold."""
         known = self._facts
         if facts.target is not None and known is not None and known[1].named(facts.name) == facts:
-            self._confirmed_at = self._clock()  # else a text would wait for a round trip every 30 s
+            self._confirmed_at = self.clock()  # else a text would wait for a round trip every 30 s
 
     async def facts(self, *, is_fresh: bool = False, is_brief: bool = False) -> ModelFacts:
         """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer.
@@ -107,22 +107,22 @@ class Upstream:
             await asyncio.wait({question}, timeout=PATIENT_S)
             if not question.done():
                 return known[1]
-        elif is_brief and self._clock() - self._lost_at < FACTS_S:
+        elif is_brief and self.clock() - self._lost_at < FACTS_S:
             await asyncio.wait({question}, timeout=MOMENT_S)
             if not question.done():
                 raise CloudError("No verifier has answered of late; they are being asked again")
         return await asyncio.shield(question)
 
     def _holds(self, asked_at: float) -> bool:
-        now = self._clock()
+        now = self.clock()
         return now - max(asked_at, self._confirmed_at) < FACTS_S and now - asked_at < MOST_FACTS_S
 
     async def _ask_facts(self) -> ModelFacts:
-        now = self._clock()
+        now = self.clock()
         try:
             url, facts = await self._ask(_facts_of)
         except CloudError:
-            self.lost()
+            self._lost_at = self.clock()  # facts that are known serve on
             raise
         self._lost_at = -math.inf
         if facts.tokenizer != self._fingerprint:
@@ -138,9 +138,11 @@ class Upstream:
         """Asks again at the next request: another target may answer."""
         self._facts = None
 
-    def lost(self) -> None:
-        """Records that no verifier has answered just now."""
-        self._facts, self._lost_at = None, self._clock()
+    def lost(self, began: float) -> None:
+        """Records that no verifier has answered a text that began then, by `clock`; unless one has answered since."""
+        known = self._facts
+        if known is None or max(known[0], self._confirmed_at) < began:
+            self._facts, self._lost_at = None, self.clock()
 
     def origin(self, facts: ModelFacts) -> TextOrigin:
         """For a text that this target must write: the answer names it, and its template made the prompt."""
@@ -163,19 +165,19 @@ class Upstream:
 
     async def ready(self) -> ReadyAnswer:
         """The readiness of the first verifier that answers. Raises CloudError."""
-        if self._ready is not None and self._clock() - self._ready[0] < READY_S:
+        if self._ready is not None and self.clock() - self._ready[0] < READY_S:
             return self._ready[1]
         return await asyncio.shield(self._begin(self._ask_ready))
 
     async def _ask_ready(self) -> ReadyAnswer:
-        now = self._clock()
+        now = self.clock()
 
         async def ask(client: VerifierClient) -> ReadyAnswer:
             if self.fleet.refuses(client.url):
                 raise EndpointUnfit(f"{client.url} refuses this device's key")
-            asked_at = self._clock()
+            asked_at = self.clock()
             ready = await client.ready()
-            self.fleet.answered(client.url, ready, 1e3 * (self._clock() - asked_at))
+            self.fleet.answered(client.url, ready, 1e3 * (self.clock() - asked_at))
             return ready
 
         ready = await self._ask(ask)

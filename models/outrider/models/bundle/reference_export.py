@@ -104,11 +104,13 @@ def _note_of(arguments: Sequence[str]) -> Path:
 
 
 def _makers() -> str:
-    """What a pair depends on beside its arguments: all installed packages, and the files of the reference models."""
+    """What a pair depends on beside its arguments: all installed packages, and the files of the reference models and of
+    the exporter, which change without a version in a checkout.
+    """
     packages = sorted(f"{each.name} {each.version}" for each in importlib.metadata.distributions())
-    spec = importlib.util.find_spec("outrider.reference")
-    roots = spec.submodule_search_locations if spec is not None else None
-    files = sorted(path for root in roots or () for path in Path(root).glob("*/*") if path.is_file())
+    specs = [importlib.util.find_spec(name) for name in ("outrider.reference", "outrider.export")]
+    roots = [Path(root) for spec in specs if spec is not None for root in spec.submodule_search_locations or ()]
+    files = sorted(path for root in roots for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc")
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([packages, facts]).encode()).hexdigest()
 

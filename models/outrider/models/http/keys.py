@@ -25,7 +25,7 @@ DIGEST_PREFIX: Final = "sha256:"
 KEY: Final = "outrider.key"
 """Key of the ASGI scope that holds the caller's `ApiKey`, where keys are required."""
 _DIGEST: Final = re.compile("[0-9A-Fa-f]{64}")
-_PLAIN: Final = re.compile(r"(?!(?i:sha)\w*:)[^\s=]+=*")
+_PLAIN: Final = re.compile(r"(?!(?i:sha)-?\d+:)[^\s=]+=*")
 """Base64 may end in `=`; `=` before the end makes an attribute, `sha265:` a digest that was mistyped."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 

@@ -51,7 +51,10 @@ class _Part(torch.nn.Module):
 
 def join(model: Any) -> None:
     """Joins what can be in a model that stays where it is; the new weights take the place of the old ones."""
-    for parent in list(model.modules()):
+    # Only parents: a list of all modules would hold each old weight until the end.
+    firsts = {names[0] for names in _GROUPS}
+    parents = [module for module in model.modules() if not firsts.isdisjoint(dict(module.named_children()))]
+    for parent in parents:
         for names in _GROUPS:
             layers = [layer for name in names if type(layer := getattr(parent, name, None)) is torch.nn.Linear]
             if len(layers) == len(names) and _are_alike(layers):
