@@ -50,8 +50,10 @@ PIECE_BYTES: Final = 1 << 14
 """Of a longer body that is written at a time: the bound on a write is one for each piece."""
 LEAST_UP_BYTES_S: Final = 8 << 10
 """Longer bodies have the time that they take at this rate: an uplink may be as slow."""
-MOST_CONNECT_GROWTH: Final = 4.0
-"""Each connection in a row that is not made in time has twice the time of the one before, up to this many times."""
+CONNECT_GROWTH: Final = 2.0
+"""A connection after one that was not made in time has so many times its time: two round trips of 2 s, as TLS 1.2 takes
+them, need more than 2.5 s. More would be waited in vain where no server is.
+"""
 NUM_MISSED: Final = 3
 """Keep-alives in a row without which a server counts as stopped."""
 MARGIN_S: Final = 1.0
@@ -219,9 +221,7 @@ class HttpEndpoint:
             raise silent(self.url, self._silence_s) from e
         except (httpx.TransportError, ssl.SSLError) as e:
             if isinstance(e, httpx.ConnectTimeout):
-                most_s = MOST_CONNECT_GROWTH * self._options.connect_timeout_s
-                had_s = e.request.extensions["timeout"]["connect"]  # others may have failed at the same time
-                self._connect_timeout_s = max(self._connect_timeout_s, min(2.0 * had_s, most_s))
+                self._connect_timeout_s = CONNECT_GROWTH * self._options.connect_timeout_s
             elif isinstance(e, httpx.WriteTimeout):
                 await self._close_idle()
             if await self._is_tls(e):
