@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.serving import (
     EOS_ID,
     JSON,
     FakeServer,
+    OpenSession,
     StepGate,
     code_of,
     open_session,
@@ -147,9 +150,9 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
     assert text.end.usage.accepted_prediction_tokens > 0 and text.end.usage.target_passes < 24
 
 
-def test_refused_drafts_do_not_change_the_session() -> None:
-    """Drafts that are ahead of the commits or outside the vocabulary: each has its error; the text continues."""
-    expected = target_tokens(PROMPT, 24)
+@contextmanager
+def session_of_three_tokens() -> Iterator[tuple[FakeServer, httpx.Client, OpenSession, list[int]]]:
+    """A session that has committed three tokens, the last ones until its gate opens; and these tokens."""
     with (
         serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
@@ -159,6 +162,13 @@ def test_refused_drafts_do_not_change_the_session() -> None:
         seen: list[int] = []
         while len(seen) < 3:
             seen += session.commit().tokens
+        yield server, client, session, seen
+
+
+def test_refused_drafts_do_not_change_the_session() -> None:
+    """Drafts that are ahead of the commits or outside the vocabulary: each has its error; the text continues."""
+    expected = target_tokens(PROMPT, 24)
+    with session_of_three_tokens() as (server, client, session, seen):
         url = session.drafts
         for draft, status, code in (
             ({"base": 50, "paths": [[1]]}, 400, "draft_ahead"),
@@ -177,15 +187,7 @@ def test_refused_drafts_do_not_change_the_session() -> None:
 def test_drafts_that_come_too_late_are_answered_as_any_other() -> None:
     """Whatever the commits contradict or have is dropped: the text is the same, and nothing is pending."""
     expected = target_tokens(PROMPT, 24)
-    with (
-        serve_fake(gate=StepGate()) as server,
-        httpx.Client(base_url=server.url) as client,
-        open_session(client, body(patience_ms=0)) as session,
-    ):
-        server.gate.allow(3)
-        seen: list[int] = []
-        while len(seen) < 3:
-            seen += session.commit().tokens
+    with session_of_three_tokens() as (server, client, session, seen):
         wrong = [(expected[0] + 1) % 300, *expected[1:5]]
         num_before = server.core.engine.stats().totals.draft_nodes
         trees = [line_message(0, 0, wrong), TreeDraft(0, 5, expected[5:7], [4, 5], [15, 15])]

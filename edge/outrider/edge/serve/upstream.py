@@ -110,7 +110,7 @@ class Upstream:
         elif is_brief and self.clock() - self._lost_at < FACTS_S:
             await asyncio.wait({question}, timeout=MOMENT_S)
             if not question.done():
-                raise CloudError("No verifier has answered of late; they are being asked again")
+                raise CloudError("No verifier has answered for some time; they are being asked again")
         return await asyncio.shield(question)
 
     def _holds(self, asked_at: float) -> bool:

@@ -20,7 +20,8 @@ OnOver = Callable[[Scope, int | None, float], None]
 def names_of_routes(patterns: Iterable[str], matched: Callable[[Scope], str]) -> Callable[[Scope], str]:
     """A `route_of` that also names the route of a request that was refused before the router saw it.
 
-    Such a one is told by its path's first two names: a look into a table, no match. matched: names what was routed.
+    The first two parts of its path decide, by one look into a table: a refused request costs no match against all
+    routes. matched: names the route of a request that the router saw.
     """
     names: dict[str, str] = {}
     for pattern in patterns:
