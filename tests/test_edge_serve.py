@@ -266,6 +266,7 @@ def test_a_prompt_that_no_target_takes_reaches_no_draft(cloud: FakeServer) -> No
     with serve_local(cloud.url) as local:
         long = {"prompt": [5] * 200_000, "max_tokens": 1}
         assert local.refusal(400, long) == "context_length_exceeded"
+        assert local.refusal(400, {"prompt": ["a", ""]}) == "empty_prompt"
         assert not local.core.drafts.scheduler.num_calls
         local.wait_until(local.is_at_rest)
 

@@ -138,6 +138,16 @@ def test_keys_and_bounds() -> None:
         local.wait_until(local.is_at_rest)
 
 
+def test_clients_with_keys_share_nothing_that_the_verifier_keeps(cloud: FakeServer) -> None:
+    """It knows one client, this device: whose prompt begins as another's would learn it from `cached_tokens`."""
+    with serve_local(cloud.url, LocalSettings(KeyRing([KEY, KEY + "-2"]))) as local:
+        cached = [
+            httpx.post(f"{local.url}/v1/completions", json=body(1, prompt="secret " * 20), headers=bearer(key)).json()
+            for key in (KEY, KEY + "-2", KEY)
+        ]
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for each in cached] == [False, False, True]
+
+
 def owner_layer(*tables: Path) -> tuple[Callable[..., None], list[str]]:
     """Calls an app behind the check of the connection's owner; the paths that have reached it."""
     reached = list[str]()

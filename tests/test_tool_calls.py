@@ -151,6 +151,7 @@ def test_calls_after_reasoning() -> None:
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("{% if tools %}<tool_call><function=f>{% endif %}", None),
+        ("{% if tools %}<tool_call>{name}<arg_key>{% endif %}", None),
         ("{% for tool in tools %}[AVAILABLE_TOOLS][TOOL_CALLS]{% endfor %}", "mistral"),
         ("{% if tools is not none %}<|python_tag|>{% endif %}", "llama"),
         ("{{ messages }}", None),

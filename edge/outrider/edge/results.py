@@ -74,6 +74,7 @@ class GenerationRequest:
     caller's. num_logprobs: likeliest tokens to report for each token; None: no logprobs. prediction: what the text may
     repeat. grammar: the texts that are allowed; None allows all. draft_grammar: the same for the draft's vocabulary;
     None: it drafts without. priority: at the server; None: the key's. due_s: its deadline, by `time.monotonic`.
+    salt: the server shares what it keeps of this text only with texts of the same one.
     """
 
     prompt: tuple[int, ...]
@@ -94,6 +95,7 @@ class GenerationRequest:
     draft_grammar: CompiledGrammar | None = None
     priority: int | None = None
     due_s: float = math.inf
+    salt: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -134,11 +136,12 @@ class GenerationRequest:
         return 1e3 * (self.due_s - time.monotonic())
 
     def service_fields(self) -> dict[str, Any]:
-        """The fields that say when the server is to serve it. Raises RequestError 504 after the deadline."""
+        """The fields that say when the server is to serve it, and for whom. Raises RequestError 504 after the deadline."""
         if (left_ms := self.left_ms) <= 0.0:
             words = "the request's deadline_ms passed before its text began; allow more time"
             raise RequestError("deadline_exceeded", words, status=504)
-        return {"priority": self.priority, "deadline_ms": left_ms if left_ms < math.inf else None}
+        deadline_ms = left_ms if left_ms < math.inf else None
+        return {"priority": self.priority, "deadline_ms": deadline_ms, "cache_salt": self.salt}
 
     @property
     def plan(self) -> ProcessorPlan:

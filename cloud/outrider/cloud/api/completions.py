@@ -112,7 +112,7 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
         prompts = await core.workers.run(owner, encode_call, tokenizer, core.max_prompt, body)
         asker = model.asker(owner)
         grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner, asker.salt)
-        stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
+        stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar, "stop_token_ids")
         processors = await processors_of(core.workers, owner, tokenizer, body)
         prediction = await core.workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
         pick = PickOptions(params, processors, grammar, engine_logprobs(body))

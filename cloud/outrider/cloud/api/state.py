@@ -313,7 +313,11 @@ class Core:
         return await self._recall.recall(request)
 
     def stop_set(
-        self, stop_ids: list[int] | None, ignore_eos: bool, grammar: CompiledGrammar | None = None
+        self,
+        stop_ids: list[int] | None,
+        ignore_eos: bool,
+        grammar: CompiledGrammar | None = None,
+        name: str = "stop_ids",
     ) -> frozenset[int]:
         """The ids after which a sequence ends: these, and the model's own unless `ignore_eos` leaves them out; a
         grammar that ends the text has them always.
@@ -326,8 +330,8 @@ class Core:
         if beyond:
             raise FieldError(
                 "token_out_of_range",
-                f"stop_ids holds {beyond[0]}; the vocabulary ends at {vocab_size - 1}",
-                param="stop_ids",
+                f"{name} holds {beyond[0]}; the vocabulary ends at {vocab_size - 1}",
+                param=name,
             )
         if ignore_eos and grammar is None:
             return chosen

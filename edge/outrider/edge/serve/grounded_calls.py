@@ -94,14 +94,14 @@ def sources_of(core: LocalCore, documents: Sequence[TextDocument] | None) -> Sou
     return lambda: Library(PassageIndex(brought), core.tokenizer, core.settings.docs_tokens)
 
 
-def room_for_passages(facts: ModelFacts, num_prompt: int, max_tokens: int | None) -> int:
+def room_for_passages(facts: ModelFacts, num_prompt: int, max_tokens: int) -> int:
     """Tokens of passages that leave room for the answer."""
     least = facts.max_positions // _PROMPT_SHARE
-    return max(0, facts.max_positions - 1 - num_prompt - min(max_tokens or least, least))
+    return max(0, facts.max_positions - 1 - num_prompt - min(max_tokens, least))
 
 
 def ground_prompts(
-    sources: Sources, prompts: Sequence[str], facts: ModelFacts, max_tokens: int | None, is_special: bool = True
+    sources: Sources, prompts: Sequence[str], facts: ModelFacts, max_tokens: int, is_special: bool = True
 ) -> tuple[list[list[int]], list[Grounding]]:
     """The token ids of each prompt with its passages. Blocking. is_special: with the tokenizer's special tokens."""
     library = sources()
@@ -117,7 +117,7 @@ def ground_prompts(
 
 
 def ground_messages(
-    sources: Sources, messages: Sequence[openai.ChatMessage], facts: ModelFacts, max_tokens: int | None
+    sources: Sources, messages: Sequence[openai.ChatMessage], facts: ModelFacts, max_tokens: int
 ) -> tuple[list[openai.ChatMessage], Grounding]:
     """The conversation with passages before the last words of the user. Blocking."""
     kept = list(messages)

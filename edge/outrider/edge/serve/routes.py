@@ -119,7 +119,7 @@ def local_routes(core: LocalCore) -> list[Route]:
                 raise FieldError(
                     "invalid_parameter", f"{name}: with documents, expected none; leave it out", param=name
                 )
-        max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
+        max_tokens = body.most_tokens(facts.max_positions)
 
         async def encode() -> Encoded:
             texts = [each for each in prompts if isinstance(each, str)]
@@ -131,7 +131,7 @@ def local_routes(core: LocalCore) -> list[Route]:
             is_special = body.add_special_tokens is not False
             return await core.workers.run(owner, ground_prompts, sources, texts, facts, max_tokens, is_special)
 
-        return await _answer(core, request, arrived_s, body, facts, len(prompts), encode, max_tokens)
+        return await _answer(core, request, arrived_s, body, facts, len(prompts), encode)
 
     async def chat(request: Request) -> Response:
         owner, arrived_s = owner_of(request), time.monotonic()
@@ -140,8 +140,7 @@ def local_routes(core: LocalCore) -> list[Route]:
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
-        sources = sources_of(core, body.documents)
-        max_tokens = body.max_completion_tokens or body.max_tokens
+        sources, max_tokens = sources_of(core, body.documents), body.most_tokens(facts.max_positions)
 
         async def encode() -> Encoded:
             asked, groundings = body, None
@@ -155,7 +154,7 @@ def local_routes(core: LocalCore) -> list[Route]:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
-        return await _answer(core, request, arrived_s, body, facts, 1, encode, max_tokens or facts.max_positions)
+        return await _answer(core, request, arrived_s, body, facts, 1, encode)
 
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
@@ -238,7 +237,6 @@ async def _answer(
     facts: ModelFacts,
     num_prompts: int,
     encode: Callable[[], Awaitable[Encoded]],
-    max_tokens: int,
 ) -> Response:
     body.require_few(num_prompts)
     check_prediction(core.tokenizer, body)
@@ -262,7 +260,7 @@ async def _answer(
             GenerationRequest(
                 tuple(prompt),
                 params,
-                max_tokens,
+                body.most_tokens(facts.max_positions),
                 stop_ids,
                 ignores_eos,
                 tokenizer=core.fingerprint,
@@ -275,6 +273,7 @@ async def _answer(
                 prediction=prediction,
                 priority=body.priority,
                 due_s=math.inf if body.deadline_ms is None else arrived_s + body.deadline_ms / 1e3,
+                salt=core.cache_salt(owner),
             )
             for prompt in prompts
         ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,7 +116,7 @@ class LocalCore:
 
     library: documents whose passages go before every prompt; None: only documents that a request brings.
     power: says when texts are drafted with half the work. offline: None: a text without a cloud is an error.
-    draft_facts: the facts of a text that the draft writes alone.
+    draft_facts: the facts of a text that the draft writes alone. salt_key: a secret of this process.
     """
 
     tokenizer: Tokenizer
@@ -136,6 +138,11 @@ class LocalCore:
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
     held_answers: HeldAnswers = field(default_factory=HeldAnswers)
+    salt_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def cache_salt(self, owner: bytes) -> str | None:
+        """Keeps clients with keys apart at the verifier, which knows one: this device. Without keys there is one."""
+        return hmac.digest(self.salt_key, owner, "sha256")[:16].hex() if len(self.settings.keys) else None
 
     def request_error(self, error: Exception) -> RequestError:
         """What the client gets for this one; the log has the verifiers' addresses always."""

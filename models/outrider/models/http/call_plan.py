@@ -224,7 +224,8 @@ def _tools_in(template: str) -> str | None:
     if "tools" not in template:
         return None
     if "<tool_call>" in template:
-        return None if "<function=" in template else "hermes"  # Qwen3-Coder writes XML there
+        # Qwen3-Coder and GLM 4.5 write XML there.
+        return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|python_tag|>" in template or '"parameters": dictionary of argument name' in template:
