@@ -120,6 +120,20 @@ async def test_an_answer_that_does_not_become_whole_is_sent_all_the_same() -> No
     assert times[0] <= 0.008
 
 
+async def test_an_answer_to_a_commit_waits_from_its_own_first_guess() -> None:
+    """Not from a guess that the commit has removed: then one guess would go out, and the next ones 10 ms later."""
+    now = [0.0]
+
+    def tick(texts: Sequence[Sequence[int]]) -> None:
+        now[0] += 2e-3
+        if now[0] == 4e-3:
+            driven.commit([VOCAB - 1])
+
+    driven = Driven(Acting(tick), DraftPlan(6), TreeLimits(width=1), lambda: round(now[0], 6))
+    await driven.run()
+    assert driven.woken == [2]
+
+
 async def test_a_run_takes_commits_between_calls() -> None:
     """A commit that contradicts the tree while a call runs: the next call goes on from the committed tokens."""
     calls: list[list[list[int]]] = []
