@@ -61,9 +61,9 @@ def main(given: Sequence[str] | None = None) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         cli.error(f"torch {torch.__version__} sees no CUDA device; --small --device cpu runs the smallest form")
-    from bench.gpu import benches, bitwise, steps
+    from bench.gpu import benches, steps
 
-    parts = {2: steps.measure, 3: benches.round_trips, 4: benches.sessions, 5: bitwise.measure}
+    parts = {2: steps.measure, 3: benches.round_trips, 4: benches.sessions, 5: steps.bitwise}
     options.out.mkdir(parents=True, exist_ok=True)
     missed = []
     with tempfile.TemporaryDirectory() as scratch:
