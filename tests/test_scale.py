@@ -77,7 +77,7 @@ def test_drafts_from_devices_serve_as_many_more_as_the_paper_says() -> None:
 def test_commits_leave_when_the_server_has_done_its_part() -> None:
     """After the step and what the server does around it."""
     host_s = 0.01
-    verifier = Verifier(lambda sequences, tokens: STEP_S, 1, host_s=lambda passes, tokens, step_s: host_s)
+    verifier = Verifier(lambda sequences, tokens: STEP_S, 1, host_s=lambda passes, step_s: host_s)
     began = verifier.timeline.now
     (session,) = verifier.run([Peer(verifier.timeline, Text([RIGHT] * 3))])
     arrived = [began + number * (STEP_S + host_s) for number in (1, 2, 3)]
@@ -131,7 +131,7 @@ def test_acceptance_is_that_of_the_ranks() -> None:
 
 def test_messages_take_their_time_in_their_order() -> None:
     """Half a round trip at least, and none overtakes another."""
-    link = Link.of(0.02, 0.005, seed=3)
+    link = Link(0.02, 0.005)
     sent = [0.001 * index for index in range(50)]
     arrived = [link.arrival(now) for now in sent]
     assert arrived == sorted(arrived) and all(b >= a + 0.02 for a, b in zip(sent, arrived, strict=True))
