@@ -186,5 +186,4 @@ def test_every_error_code_is_in_the_table() -> None:
     raised = {code for source in sources for code in RAISED.findall(source)}
     rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| [\d, a-z]+ \|", TEXT, re.MULTILINE)
     documented = {code for row in rows for code in re.findall(r"`([a-z_]+)`", row)}
-    assert documented - FROM_STATUS == raised
-    assert documented >= FROM_STATUS
+    assert documented - FROM_STATUS == raised and documented >= FROM_STATUS

@@ -50,8 +50,7 @@ def test_figures_are_taken_while_all_sessions_run() -> None:
     second = Session([(1.0, (1,)), (2.0, (2, 3, 4)), (6.0, (5, 6))])
     found = Figures.of([first, second])
     assert found.tokens_per_s == (1 + 2 + 3) / 2.0  # from second 1 to second 3
-    assert found.passes == 5 / 10
-    assert found.gaps_ms == (1000.0, 1000.0, 1000.0)
+    assert found.passes == 5 / 10 and found.gaps_ms == (1000.0, 1000.0, 1000.0)
     with pytest.raises(ValueError, match="raise --max-tokens"):
         Figures.of([Session([(0.0, (1,))]), Session([(0.0, (1,))])])
 
@@ -103,8 +102,7 @@ def test_decoding_begins_when_every_text_has_begun() -> None:
     done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), 8, took_s=4.0, before_s=2.0, num_before=4)
     assert (done.rate, done.decode_rate) == (2.0, 2.0)
     streamed = done_of([StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))])
-    assert streamed.texts == ("ab", "abcd") and streamed.rate == 8 / 5
-    assert streamed.decode_rate == (2 + 3) / 3
+    assert streamed.texts == ("ab", "abcd") and streamed.rate == 8 / 5 and streamed.decode_rate == (2 + 3) / 3
 
 
 def test_a_remote_object_answers_while_it_has_its_turn() -> None:
@@ -148,8 +146,7 @@ def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
     batch = Batch(((1,), (2,)), 2)
     found = compare("x", _run([9.0, 1.0, 1.0, 2.0]), _run([9.0, 1.0, 0.5, 1.0]), batch, 3)
     assert (found.ours, found.peer) == ((4.0, 4.0, 2.0), (4.0, 8.0, 4.0))
-    assert found.ratio == found.decode_ratio == 0.5
-    assert len(found.misses) == 2 and found.num_same == 2
+    assert found.ratio == found.decode_ratio == 0.5 and len(found.misses) == 2 and found.num_same == 2
     assert replace(found, ours=found.peer, ours_decode=found.peer_decode).misses == []
     with pytest.raises(RuntimeUnavailable, match="expected 4"):
         compare("x", _run([1.0], num_tokens=1), _run([1.0]), batch, 1)
@@ -160,8 +157,7 @@ def test_values_of_one_server_and_of_replicas() -> None:
     """A metric's values come with and without labels; other metrics that begin alike do not count."""
     one = "# TYPE held gauge\nheld 3\nheld_bytes 70\n"
     two = 'held{outcome="kept",replica="a"} 3\nheld{outcome="kept",replica="b"} 4.5\nheld{outcome="lost"} 9\n'
-    assert values_of(one, "held") == [3.0]
-    assert values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
+    assert values_of(one, "held") == [3.0] and values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
 
 
 # -- on one machine ----------------------------------------------------------------------------------------------------

@@ -83,8 +83,7 @@ def test_a_sampler_that_differs_is_told(made: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(exact, "pick_rows", lambda *given: [(token or 0) ^ 1 for token in pick_rows(*given)])
     monkeypatch.setattr(exact, "torch_noise_bits", lambda *given: noise_bits(*given) ^ 1)
     run = run_of(1, made, tmp_path, rows=2, vocab=64)
-    assert "384 words" in exact._hashes(run)[0]
-    assert len(exact._picks(run)) == len(exact.SAMPLINGS)
+    assert "384 words" in exact._hashes(run)[0] and len(exact._picks(run)) == len(exact.SAMPLINGS)
 
 
 @warns
@@ -183,8 +182,7 @@ def test_faults_change_no_text(lab: Lab, cases: list[Case]) -> None:
     ledger, _ = run(lab, cases, NAMES, Plan(longest_s=LONGEST_S), Console(quiet=True))
     assert ledger.missed == [] and not ledger.different
     assert {name for name, num in ledger.ended.items() if num} <= {"agent killed", "verifier killed"}
-    assert ledger.injected == dict.fromkeys(NAMES, 1)
-    assert all(ledger.struck[name] >= 1 for name in NAMES)
+    assert ledger.injected == dict.fromkeys(NAMES, 1) and all(ledger.struck[name] >= 1 for name in NAMES)
     assert ledger.num_accepted > 0 and ledger.accepted.total() > 0
 
 
@@ -192,8 +190,7 @@ def test_faults_change_no_text(lab: Lab, cases: list[Case]) -> None:
 def test_a_wrong_token_is_caught(lab: Lab, cases: list[Case]) -> None:
     """One token that is changed on its way: the run names the text and the place."""
     ledger, _ = run(lab, cases, ["connections cut"], Plan(plant=True), Console(quiet=True))
-    assert len(ledger.missed) == 1 and ledger.missed[0].startswith("DIFFERENT: ")
-    assert ledger.different.total() == 1
+    assert len(ledger.missed) == 1 and ledger.missed[0].startswith("DIFFERENT: ") and ledger.different.total() == 1
 
 
 def test_an_hour_has_enough_of_everything() -> None:

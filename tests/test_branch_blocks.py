@@ -147,13 +147,11 @@ def test_a_commit_along_a_branch_runs_one_token_and_keeps_what_follows() -> None
     cache.branches([[1, 2, 0], [2, 2, 0, 1, 1], [2, 2, 1], [0, 0, 0, 0, 0]])
     before = cache.num_run
     cache.extend([2, 2])
-    assert cache.num_run == before + 1
-    assert cache.blocks.num_nodes == 4 and cache.num_used() == 2 + 2
+    assert cache.num_run == before + 1 and cache.blocks.num_nodes == 4 and cache.num_used() == 2 + 2
     cache.branches([[0, 1, 1, 2]])
     assert cache.num_run == before + 2
     cache.extend([0, 2])  # partly along, then away
-    assert cache.num_run == before + 3 and cache.blocks.num_nodes == 0
-    assert cache.num_used() == 3
+    assert cache.num_run == before + 3 and cache.blocks.num_nodes == 0 and cache.num_used() == 3
 
 
 def test_branches_of_one_call_that_need_each_other_run_in_turn() -> None:
@@ -205,6 +203,5 @@ def test_the_nodes_used_longest_ago_are_forgotten_first() -> None:
     grow([7])
     grow([8])  # 7 nodes before: the leaf of [1, 2, 3] was used longest ago
     assert len(nodes.path([1, 2, 3])) == 2 and len(nodes.path([5, 6])) == 2
-    assert nodes.follow([1, 2]) == kept[:2] and list(nodes) == kept[2:]
-    assert nodes.path([4, 9]) == kept[2:]
+    assert nodes.follow([1, 2]) == kept[:2] and list(nodes) == kept[2:] and nodes.path([4, 9]) == kept[2:]
     assert nodes.follow([3]) == [] and not nodes

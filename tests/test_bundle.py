@@ -91,8 +91,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> Non
 def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
     """Manifest, model file and tokenizer are the same, and the text of the manifest is stable."""
     opened = Bundle.open(bundle)
-    assert opened.manifest.name == "tiny"
-    assert opened.model_file == bundle / "openvino_model.xml"
+    assert opened.manifest.name == "tiny" and opened.model_file == bundle / "openvino_model.xml"
     assert opened.tokenizer().decode([0]) == ""
     assert opened.manifest.to_json() == (bundle / "manifest.json").read_text(encoding="utf-8")
     assert Bundle.open(bundle).manifest.digest == opened.manifest.digest

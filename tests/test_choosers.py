@@ -152,8 +152,7 @@ def test_a_tree_changes_nothing(case: Case, expected: list[int]) -> None:
         if tokens:
             harness.engine.draft_tree(number, TreeDraft(base, base * 8, tokens, parents, [0] * len(tokens)))
         harness.step()
-    assert found.tokens == expected
-    assert max(commit.accepted for commit in found.commits) > 1
+    assert found.tokens == expected and max(commit.accepted for commit in found.commits) > 1
 
 
 def test_a_resumed_text_goes_on_as_if_it_had_not_stopped(case: Case, expected: list[int]) -> None:
@@ -300,8 +299,7 @@ def test_logprobs_come_with_their_tokens_whatever_was_drafted(kind: type[FakeBat
     case, truth = Case(kind, stops=frozenset(), count=6), plain(PROMPT, SAMPLED, 6)
     drafts = (), (*truth[:3], (truth[3] + 1) % VOCAB)
     bare, drafted = (case.written(case.request(PROMPT, draft=draft, num_logprobs=3)) for draft in drafts)
-    assert bare.tokens == drafted.tokens == truth
-    assert drafted.commits[1].accepted == 2
+    assert bare.tokens == drafted.tokens == truth and drafted.commits[1].accepted == 2
     shown = [each for commit in drafted.commits for each in commit.logprobs]
     assert shown == [each for commit in bare.commits for each in commit.logprobs]
     assert [each.token for each in shown] == truth
@@ -312,8 +310,7 @@ def test_logprobs_are_those_of_the_model() -> None:
     """Ties by id; a masked id has no chance."""
     row = np.array([*np.log([0.1, 0.4, 0.1, 0.4]), -np.inf], dtype=np.float32)
     found = logprobs_of(row, 2, 3)
-    assert found.logprob == pytest.approx(np.log(0.1))
-    assert [token for token, _ in found.top] == [1, 3, 0]
+    assert found.logprob == pytest.approx(np.log(0.1)) and [token for token, _ in found.top] == [1, 3, 0]
     assert found.top[0][1] == pytest.approx(np.log(0.4))
     assert logprobs_of(row, 1, 0).top == ()
 

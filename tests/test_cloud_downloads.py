@@ -115,8 +115,7 @@ def test_the_list_says_what_a_device_needs_to_choose(offered: tuple[FakeServer, 
     assert listed.target == server.core.model.target
     (draft,) = listed.drafts
     assert (draft.name, draft.model, draft.device, draft.runtime) == ("cpu-int8", "tiny-draft", "cpu", "openvino")
-    assert (draft.precision, draft.acceptance) == ("fp32", 0.75)
-    assert draft.files[0].path == "manifest.json"
+    assert (draft.precision, draft.acceptance) == ("fp32", 0.75) and draft.files[0].path == "manifest.json"
     listed_paths = {path for path in place.iterdir() if path.name != "unlisted.md"}
     assert {file.path for file in draft.files} == {path.name for path in listed_paths}
     assert draft.size_bytes == sum(path.stat().st_size for path in listed_paths)
@@ -159,8 +158,7 @@ def test_ranges(offered: tuple[FakeServer, Path], asked: str, status: int, part:
         assert answer.headers["content-range"] == "bytes */2048"
         assert answer.json()["error"]["code"] == "range_not_satisfiable"
         return
-    assert answer.content == CONTENT[part]
-    assert ("content-range" in answer.headers) == (status == 206)
+    assert answer.content == CONTENT[part] and ("content-range" in answer.headers) == (status == 206)
     if status == 206:
         first, last, _ = part.indices(2048)
         assert answer.headers["content-range"] == f"bytes {first}-{last - 1}/2048"
@@ -232,8 +230,7 @@ def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path, m
         weights.write_bytes(CONTENT)
         weights.parent.rename(tmp_path / "moved")
         weights.parent.symlink_to(tmp_path / "moved", target_is_directory=True)
-        assert httpx.get(server.url + WEIGHTS).status_code == 410
-        assert server.core.downloads.total == 0
+        assert httpx.get(server.url + WEIGHTS).status_code == 410 and server.core.downloads.total == 0
 
 
 def test_downloads_need_the_key(tmp_path: Path) -> None:
@@ -268,8 +265,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
         try:
             server.wait_until(lambda: server.core.downloads.total == 1)
             refused = httpx.get(server.url + WEIGHTS)
-            assert code_of(refused) == (status, "too_many_downloads")
-            assert int(refused.headers["retry-after"]) >= 1
+            assert code_of(refused) == (status, "too_many_downloads") and int(refused.headers["retry-after"]) >= 1
             assert code_of(httpx.get(server.url + TOKENIZER)) == (status, "too_many_downloads")
             assert httpx.get(server.url + "/v1/drafts").status_code == 200
             assert httpx.head(server.url + WEIGHTS).status_code == 200

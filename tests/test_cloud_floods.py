@@ -66,14 +66,12 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(waits: list[
     paced._requests = Pacer(100.0, 3, clock=lambda: 0.0)
     paced._strangers = Pacer(10.0, 3, clock=lambda: 0.0)
     paced._probes = Pacer(10.0, 1, clock=lambda: 0.0)
-    assert asked(5) == [0.1, 0.2]
-    assert asked(2, key="a-key-that-nobody-has") == [0.3, 0.4]
+    assert asked(5) == [0.1, 0.2] and asked(2, key="a-key-that-nobody-has") == [0.3, 0.4]
     assert asked(3, key=KEY) == asked(3, address="10.0.0.2") == []
     asked(15)
     with pytest.raises(Throttled, match="retry later"):
         asked(2)
-    assert asked(1, key=KEY) == [0.01]
-    assert asked(6, "/health") == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert asked(1, key=KEY) == [0.01] and asked(6, "/health") == [0.1, 0.2, 0.3, 0.4, 0.5]
     paced = Gate(app, GateSettings(), probes)
     paced._requests = Pacer(10.0, 1, clock=lambda: 0.0)
     assert asked(2) == [0.1]
@@ -115,8 +113,7 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(waits: list[float]) -> Non
         num_dropped=Counter(),
     )
     paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
-    assert asked(5) == [0.1, 0.2] and asked(3, "10.0.0.2") == []
-    assert max(asked(40)) == 2.0
+    assert asked(5) == [0.1, 0.2] and asked(3, "10.0.0.2") == [] and max(asked(40)) == 2.0
     refusal = RequestError("draft_ahead", "base is past what is committed")
     assert asked(40) == []
     refusal = None
