@@ -47,8 +47,7 @@ from outrider.reference import target_dir
 def test_figures_are_taken_while_all_sessions_run() -> None:
     """What comes before the last first commit and after the first end does not count, except for the passes."""
     first = Session([(0.0, (1,)), (1.0, (2, 3)), (2.0, (4,)), (3.0, (5, 6))])
-    second = Session([(1.0, (1,)), (2.0, (2, 3, 4)), (6.0, (5, 6))])
-    found = Figures.of([first, second])
+    found = Figures.of([first, Session([(1.0, (1,)), (2.0, (2, 3, 4)), (6.0, (5, 6))])])
     assert found.tokens_per_s == (1 + 2 + 3) / 2.0  # from second 1 to second 3
     assert found.passes == 5 / 10 and found.gaps_ms == (1000.0, 1000.0, 1000.0)
     with pytest.raises(ValueError, match="raise --max-tokens"):

@@ -268,8 +268,7 @@ def test_prompts_are_named_by_sizes_alone(
     monkeypatch.setattr("bench.eavesdropper.NUM_TREES", 20)
     monkeypatch.setattr("bench.side_channel.record", lambda options: _traces(dict(enumerate(sizes))))
     assert main(["--prompts", "4", "--train", "5", "--test", "3"]) == code
-    printed = capsys.readouterr().out
-    assert ("100.0%" in printed.split("as it is")[1].splitlines()[0]) == (code == 0)
+    assert ("100.0%" in capsys.readouterr().out.split("as it is")[1].splitlines()[0]) == (code == 0)
 
 
 def test_padding_leaves_times_only() -> None:

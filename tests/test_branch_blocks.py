@@ -69,8 +69,7 @@ class Cache:
                 assert written.setdefault(slot, token) == token, "two runs write different tokens to one slot"
                 self.slots[slot] = token
         for run, text in runs:
-            read = self.slots[run.blocks[: -(-len(text) // SIZE)]].reshape(-1)[: len(text)]
-            assert read.tolist() == text
+            assert self.slots[run.blocks[: -(-len(text) // SIZE)]].reshape(-1)[: len(text)].tolist() == text
 
     def num_used(self) -> int:
         return self.blocks.num_blocks - self.blocks.num_free

@@ -225,8 +225,7 @@ def test_plots_are_readable_on_a_phone(pages: dict[str, str]) -> None:
 def test_the_page_warns_and_shows_any_name_as_text(reference_pair: PairPaths) -> None:
     """As the terminal does; a name is never markup."""
     names = {"name": "<script>alert(1)</script>", "runtime": r"$\frac{$"}
-    draft = Bundle.open(reference_pair.draft).manifest.model_copy(update=names)
-    html = card_html([judged_at(draft, 0.45)])
+    html = card_html([judged_at(Bundle.open(reference_pair.draft).manifest.model_copy(update=names), 0.45)])
     page = Page(html)
     assert html.count(r"$\frac{$ int8</text>") == 2  # size, and time
     assert "Warning: acceptance is 0.45" in page.text

@@ -187,8 +187,7 @@ def test_paths_that_come_too_late_do_not_take_the_place_of_newer_ones() -> None:
         base = len(seen)
         (text,) = running.engine._texts.values()
         for at, path in ((base, truth[base : base + 6]), (0, [(truth[0] + 1) % VOCAB, *truth[1:9]]), (0, truth[:base])):
-            answer = running.client.post(session.drafts, json={"base": at, "paths": [path]})
-            assert answer.status_code == 204
+            assert running.client.post(session.drafts, json={"base": at, "paths": [path]}).status_code == 204
         running.mid.gate.open()
         running.big.gate.open()
         assert [*seen, *session.rest().tokens] == truth
@@ -242,8 +241,7 @@ def test_an_error_of_the_targets_ends_a_text_and_is_named(is_fault: bool, monkey
 
     if not is_fault:
         monkeypatch.setattr(VerifierClient, "_events", refusing)
-    retry = UpstreamRetry(max_failures=6, max_outage_s=0.0, first_pause_s=0.0)
-    with cascade(1.0, retry=retry) as running:
+    with cascade(1.0, retry=UpstreamRetry(max_failures=6, max_outage_s=0.0, first_pause_s=0.0)) as running:
         running.big.runtime._fail_on_token = PROMPT[-1] if is_fault else None
         text = run_session(running.client, asking(max_tokens=4))
         assert text.end.error is not None and text.end.error.code == ("model_fault" if is_fault else "upstream_refused")

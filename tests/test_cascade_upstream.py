@@ -112,8 +112,7 @@ def test_the_upstream_key_is_sent_and_refused_by_name(monkeypatch: pytest.Monkey
     """It comes from the environment, from which it goes."""
     monkeypatch.setenv("OUTRIDER_UPSTREAM_KEY", KEY)
     assert upstream_key() == KEY and upstream_key() is None
-    big_settings = ServerSettings(keys=KeyRing([KEY]))
-    with cascade(big_settings=big_settings, key=KEY) as running:
+    with cascade(big_settings=ServerSettings(keys=KeyRing([KEY])), key=KEY) as running:
         assert run_session(running.client, asking()).tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
         with pytest.raises(ConfigError, match="OUTRIDER_UPSTREAM_KEY"):
             fetch_facts(running.big.url, "another-key-than-that")

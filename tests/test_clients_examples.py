@@ -44,8 +44,7 @@ def strict(url: str) -> Iterator[Any]:
 def test_openais_example_of_logprobs(cloud: FakeServer, strict: Any) -> None:
     """From the cookbook: the likeliest tokens at each place, whole and streamed."""
     asked: dict[str, Any] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **ASKED}
-    response = strict.chat.completions.create(**asked)
-    found = response.choices[0].logprobs.content
+    found = strict.chat.completions.create(**asked).choices[0].logprobs.content
     assert len(found) == 12 and all(len(each.top_logprobs) == 2 for each in found)
     assert bytes(byte for each in found for byte in each.bytes).decode(errors="replace") == chat_text(cloud)
     with strict.chat.completions.stream(**asked) as stream:
@@ -118,8 +117,7 @@ def test_openais_example_of_tools() -> None:
         for client in clients:
             messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
             asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "temperature": 0}
-            completion = client.chat.completions.create(messages=messages, **asked)
-            (choice,) = completion.choices
+            (choice,) = client.chat.completions.create(messages=messages, **asked).choices
             (call,) = choice.message.tool_calls or []
             assert choice.finish_reason == "tool_calls" and call.type == "function"
             assert json.loads(call.function.arguments) == {"location": "Paris"}
@@ -164,8 +162,7 @@ def test_openais_example_of_a_json_schema() -> None:
     # What is outside the schema is not written: the text ends where the object does.
     with clients_of(event.model_dump_json() + " I hope this helps!") as clients:
         for client in clients:
-            completion = client.chat.completions.parse(temperature=0, **asked)
-            (choice,) = completion.choices
+            (choice,) = client.chat.completions.parse(temperature=0, **asked).choices
             assert choice.message.parsed == event and choice.finish_reason == "stop"
             with client.chat.completions.stream(temperature=0, **asked) as stream:
                 kinds = [each.type for each in stream]

@@ -167,18 +167,22 @@ def test_a_client_is_an_address_or_a_network() -> None:
     assert client_network("no address") == "no address"
 
 
-def test_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket that is full again is forgotten; and there are never more than so many. So are those of all limits."""
+def test_an_owners_rate_holds_and_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds' worth in one burst, then the rate. A bucket that is full again is forgotten; and there are never
+    more than so many. So are those of all limits.
+    """
     now = 0.0
     limiter = RateLimiter(2.0, clock=lambda: now)
     for number in range(1000):
         now += 0.01
         limiter.admit(b"%d" % number)
     assert len(limiter) <= 201
-    for _ in range(3):
-        limiter.admit(b"999")
-    with pytest.raises(RequestError):
-        limiter.admit(b"999")  # a bucket that is not full is kept
+    for num_admitted, pause_s in ((3, 0.5), (1, 0.0)):  # of the last one, whose bucket is not full and so is kept
+        for _ in range(num_admitted):
+            limiter.admit(b"999")
+        with pytest.raises(RequestError, match="2 requests per second"):
+            limiter.admit(b"999")
+        now += pause_s
     monkeypatch.setattr(limiter, "_most", 10)
     for number in range(100):
         limiter.admit(b"x%d" % number)
