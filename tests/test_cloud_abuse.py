@@ -216,7 +216,8 @@ def test_an_integer_is_a_number_and_a_fraction_is_no_integer() -> None:
 
 def test_tokenizing_a_long_text_lets_other_threads_run() -> None:
     """Another thread gets the interpreter while a text is tokenized."""
-    assert lets_other_threads_run(lambda: fake_tokenizer().encode("def verify(tokens) " * 20_000), attempts=5)
+    tokenizer = fake_tokenizer()
+    assert lets_other_threads_run(lambda: tokenizer.encode("def verify(tokens) " * 20_000), attempts=5)
 
 
 @given(st.text(max_size=60))
