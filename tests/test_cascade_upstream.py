@@ -70,9 +70,13 @@ def test_a_held_prefix_is_asked_for_again(usual: Cascade) -> None:
 
 
 def test_the_target_is_named_and_the_mid_beside_it(usual: Cascade) -> None:
-    """/v1/model has the target's facts."""
+    """/v1/model has the target's facts; the tokenizer that the mid-size verifier shares is that of its own bundle,
+    listed under the target's name and identity.
+    """
     big, mid = (httpx.get(url + "/v1/model").json() for url in (usual.big.url, usual.mid.url))
     assert mid.pop("mid") == "mid" and big.pop("mid") is None and big == mid
+    big, mid = (httpx.get(url + "/v1/tokenizer").json() for url in (usual.big.url, usual.mid.url))
+    assert big == mid and mid["model"] == "big"
 
 
 def test_metrics_count_what_the_target_said(usual: Cascade) -> None:
