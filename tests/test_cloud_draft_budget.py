@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from tests.engine_harness import Clock, refused
 from tests.serving import (
     JSON,
     FakeServer,
+    OpenSession,
     StepGate,
     bearer,
     code_of,
@@ -29,47 +31,59 @@ from outrider.models.http.security import KeyRing
 from outrider.models.wire.draft_stream import framed
 
 PROMPT = [5, 17, 99, 3]
+BODY = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+DRAFT = {"base": 0, "paths": [[1, 2]]}
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 
 
 # -- the buckets -------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_spends_its_burst_and_then_its_rate() -> None:
-    """After the burst, messages are taken as the bucket fills; other sessions have their own."""
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        # After the burst, messages are taken as the bucket fills; other sessions have their own.
+        (
+            {"session_per_s": 10.0, "session_burst": 3.0},
+            [
+                (0.0, [("a", b"")] * 5, [None, None, None, "session", "session"]),
+                (0.0, [("b", b"")], [None]),
+                (0.15, [("a", b"")] * 2, [None, "session"]),
+                (1e6, [("a", b"")] * 4, [None, None, None, "session"]),
+            ],
+        ),
+        # 5 KB take 20 messages' worth, and a tree's bytes more: a node has three and takes as long as a path's token
+        # in JSON. The bucket fills up from below 0.
+        (
+            {"session_per_s": 10.0, "session_burst": 10.0},
+            [
+                (0.0, [("a", b"", 5_000)] * 2, [None, "session"]),
+                (1.0, [("a", b"", 1)], ["session"]),
+                (0.2, [("a", b"", 100)] * 2, [None, None]),
+                (0.0, [("b", b"", 4 * TREE_UNIT_BYTES, TREE_UNIT_BYTES)] * 4, [None, None, None, "session"]),
+            ],
+        ),
+        # Sessions of one owner share a budget. A message that the owner's bucket refuses takes nothing from theirs.
+        (
+            {"session_per_s": 0.0, "session_burst": 2.0, "owner_per_s": 1.0, "owner_burst": 3.0},
+            [
+                (0.0, [(name, b"x") for name in "abcd"], [None, None, None, "owner"]),
+                (0.0, [("e", b"y")], [None]),
+                (2.0, [("d", b"x")] * 3, [None, None, "session"]),
+            ],
+        ),
+    ],
+    ids=["a session", "long messages", "an owner"],
+)
+def test_a_burst_is_taken_and_then_the_rate(
+    limits: dict[str, float], steps: list[tuple[float, list[Any], list[str | None]]]
+) -> None:
+    """Of a session, of an owner, and by the length of messages. Each step: a pause, messages, what refuses them."""
     clock = Clock()
-    budget = DraftBudget(DraftLimits(session_per_s=10.0, session_burst=3.0), clock)
-    assert [budget.spend("a", b"") for _ in range(5)] == [None, None, None, "session", "session"]
-    assert budget.spend("b", b"") is None
-    clock.now += 0.15
-    assert [budget.spend("a", b""), budget.spend("a", b"")] == [None, "session"]
-    clock.now += 1e6
-    assert [budget.spend("a", b"") for _ in range(4)] == [None, None, None, "session"]
-
-
-def test_a_long_message_counts_as_several() -> None:
-    """5 KB take 20 messages' worth, and a tree's bytes more: a node has three and takes as long as a path's token in
-    JSON. The bucket fills up from below 0.
-    """
-    clock = Clock()
-    budget = DraftBudget(DraftLimits(session_per_s=10.0, session_burst=10.0), clock)
-    assert [budget.spend("a", b"", 5_000) for _ in range(2)] == [None, "session"]
-    clock.now += 1.0
-    assert budget.spend("a", b"", 1) == "session"
-    clock.now += 0.2
-    assert [budget.spend("a", b"", 100), budget.spend("a", b"", 100)] == [None, None]
-    trees = [budget.spend("b", b"", 4 * TREE_UNIT_BYTES, TREE_UNIT_BYTES) for _ in range(4)]
-    assert trees == [None, None, None, "session"]
-
-
-def test_sessions_of_one_owner_share_a_budget() -> None:
-    """A message that the owner's bucket refuses takes nothing from the session's."""
-    clock = Clock()
-    budget = DraftBudget(DraftLimits(session_per_s=0.0, session_burst=2.0, owner_per_s=1.0, owner_burst=3.0), clock)
-    assert [budget.spend(name, b"x") for name in "abcd"] == [None, None, None, "owner"]
-    assert budget.spend("e", b"y") is None
-    clock.now += 2.0
-    assert [budget.spend("d", b"x") for _ in range(3)] == [None, None, "session"]
+    budget = DraftBudget(DraftLimits(**limits), clock)
+    for pause_s, messages, expected in steps:
+        clock.now += pause_s
+        assert [budget.spend(*message) for message in messages] == expected
 
 
 def test_the_defaults_hold_for_honest_agents() -> None:
@@ -88,28 +102,29 @@ def test_the_defaults_hold_for_honest_agents() -> None:
 
 
 @contextmanager
-def held_server(**limits: float) -> Iterator[tuple[FakeServer, StepGate]]:
-    """A server with two keys whose engine stands until the gate is opened."""
-    gate = StepGate()
+def flooded_session(**limits: float) -> Iterator[tuple[FakeServer, httpx.Client, OpenSession]]:
+    """A server with two keys whose engine stands until the gate is opened, a client of ALICE, and a session of hers."""
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]), draft_limits=DraftLimits(**limits))
-    with serve_fake(settings, gate=gate) as server:
-        yield server, gate
+    with (
+        serve_fake(settings, gate=StepGate()) as server,
+        httpx.Client(base_url=server.url, headers=bearer(ALICE)) as client,
+        open_session(client, BODY) as session,
+    ):
+        yield server, client, session
+        server.gate.open()
+        assert session.rest().tokens == target_tokens(PROMPT, 8)
 
 
 def test_a_flood_is_dropped_late_and_unread_and_the_text_stays() -> None:
     """429 after the delay, counted, whatever the body is; other owners' drafts are taken; the text is the same."""
-    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
     draft = {"base": 0, "paths": [target_tokens(PROMPT, 4)]}
     with (
-        held_server(session_per_s=0.0, session_burst=2.0, delay_s=0.05) as (server, gate),
-        httpx.Client(base_url=server.url, headers=bearer(ALICE)) as alice,
+        flooded_session(session_per_s=0.0, session_burst=2.0, delay_s=0.05) as (server, alice, flooded),
         httpx.Client(base_url=server.url, headers=bearer(BOB)) as bob,
-        open_session(alice, body) as flooded,
-        open_session(bob, body) as calm,
+        open_session(bob, BODY) as calm,
     ):
-        path = flooded.drafts
-        assert [alice.post(path, json=draft).status_code for _ in range(2)] == [204, 204]
-        late = alice.post(path, content=b"not even JSON", headers=JSON)
+        assert [alice.post(flooded.drafts, json=draft).status_code for _ in range(2)] == [204, 204]
+        late = alice.post(flooded.drafts, content=b"not even JSON", headers=JSON)
         assert code_of(late) == (429, "rate_limited") and late.headers["retry-after"] == "1"
         assert late.elapsed.total_seconds() >= 0.05
         assert bob.post(calm.drafts, json=draft).status_code == 204
@@ -117,62 +132,41 @@ def test_a_flood_is_dropped_late_and_unread_and_the_text_stays() -> None:
         assert 'outrider_drafts_dropped_total{budget="session"} 1.0' in metrics
         route = 'method="POST",route="/v1/sessions/{session_id}/drafts",status="429"'
         assert f"outrider_http_requests_total{{{route}}} 1.0" in metrics
-        gate.open()
-        assert flooded.rest().tokens == target_tokens(PROMPT, 8)
 
 
 def test_an_owners_sessions_add_up() -> None:
     """A second session gives its owner no second budget."""
-    body = {"prompt": PROMPT, "max_tokens": 8}
-    draft = {"base": 0, "paths": [[1, 2]]}
-    with (
-        held_server(session_burst=3.0, owner_per_s=0.0, owner_burst=3.0, delay_s=0.0) as (server, gate),
-        httpx.Client(base_url=server.url, headers=bearer(ALICE)) as client,
-        open_session(client, body) as first,
-        open_session(client, body) as second,
-    ):
+    limits = {"session_burst": 3.0, "owner_per_s": 0.0, "owner_burst": 3.0, "delay_s": 0.0}
+    with flooded_session(**limits) as (_, client, first), open_session(client, BODY) as second:
         paths = [first.drafts, second.drafts] * 2 + [first.drafts]
-        assert [client.post(path, json=draft).status_code for path in paths] == [204, 204, 204, 429, 429]
+        assert [client.post(path, json=DRAFT).status_code for path in paths] == [204, 204, 204, 429, 429]
         assert 'outrider_drafts_dropped_total{budget="owner"} 2.0' in client.get("/metrics").text
-        gate.open()
-
-
-@pytest.mark.parametrize(("content", "statuses"), [(b"", [400, 400, 400, 429]), ([b"{}"], [400, 429])])
-def test_an_empty_body_counts_as_one_and_one_of_unknown_length_as_the_longest(
-    content: bytes | list[bytes], statuses: list[int]
-) -> None:
-    """A Content-Length of 0 is known."""
-    with (
-        held_server(session_per_s=0.0, session_burst=3.0, delay_s=0.0) as (server, gate),
-        httpx.Client(base_url=server.url, headers=bearer(ALICE)) as client,
-        open_session(client, {"prompt": PROMPT, "max_tokens": 4}) as session,
-    ):
-        answers = [client.post(session.drafts, content=content, headers=JSON) for _ in statuses]
-        assert [answer.status_code for answer in answers] == statuses
-        assert [answer.request.headers.get("content-length") for answer in answers] == (
-            ["0" if content == b"" else None] * len(statuses)
-        )
-        gate.open()
-        assert session.rest().tokens
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"), [({}, 401), ({"Authorization": "Bearer wrong-key-wrong-key"}, 401), (None, 404)]
+    ("content", "length", "statuses"), [(b"", "0", [400, 400, 400, 429]), ([b"{}"], None, [400, 429])]
 )
-def test_the_checks_stand_before_the_budget(headers: dict[str, str] | None, status: int) -> None:
+def test_an_empty_body_counts_as_one_and_one_of_unknown_length_as_the_longest(
+    content: bytes | list[bytes], length: str | None, statuses: list[int]
+) -> None:
+    """A Content-Length of 0 is known."""
+    with flooded_session(session_per_s=0.0, session_burst=3.0, delay_s=0.0) as (_, client, session):
+        answers = [client.post(session.drafts, content=content, headers=JSON) for _ in statuses]
+    found = [(answer.status_code, answer.request.headers.get("content-length")) for answer in answers]
+    assert found == [(status, length) for status in statuses]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 401), ({"Authorization": "Bearer wrong-key-wrong-key"}, 401), (bearer(BOB), 404)]
+)
+def test_the_checks_stand_before_the_budget(headers: dict[str, str], status: int) -> None:
     """Nobody spends a session's budget without its owner's key."""
-    draft = {"base": 0, "paths": [[1, 2]]}
     with (
-        held_server(session_per_s=0.0, session_burst=1.0) as (server, gate),
-        httpx.Client(base_url=server.url, headers=bearer(ALICE)) as alice,
-        open_session(alice, {"prompt": PROMPT, "max_tokens": 4}) as session,
-        httpx.Client(base_url=server.url) as stranger,
+        flooded_session(session_per_s=0.0, session_burst=1.0) as (server, alice, session),
+        httpx.Client(base_url=server.url, headers=headers) as stranger,
     ):
-        path = session.drafts
-        used = bearer(BOB) if headers is None else headers
-        assert [stranger.post(path, json=draft, headers=used).status_code for _ in range(3)] == [status] * 3
-        assert alice.post(path, json=draft).status_code == 204
-        gate.open()
+        assert [stranger.post(session.drafts, json=DRAFT).status_code for _ in range(3)] == [status] * 3
+        assert alice.post(session.drafts, json=DRAFT).status_code == 204
 
 
 # -- the long request ------------------------------------------------------------------------------------------------
