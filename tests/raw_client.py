@@ -22,12 +22,26 @@ QUICK = ConnectionLimits(header_s=0.05, body_grace_s=0.05, write_s=0.2, linger_s
 ENOUGH = ConnectionLimits(header_s=TIMEOUT_S, body_grace_s=TIMEOUT_S)
 
 
+def address_of(server: FakeServer | RunningFront) -> tuple[str, int]:
+    """Host and port."""
+    host, _, port = server.url.rpartition("/")[2].partition(":")
+    return host, int(port)
+
+
+def unread(server: FakeServer, data: bytes) -> socket.socket:
+    """A client that has sent this, and reads no answer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(address_of(server))
+    connection.sendall(data)
+    return connection
+
+
 class Raw:
     """A client that writes its own bytes."""
 
     def __init__(self, server: FakeServer | RunningFront, connection: socket.socket | None = None) -> None:
-        host, _, port = server.url.rpartition("/")[2].partition(":")
-        self.socket = connection or socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        self.socket = connection or socket.create_connection(address_of(server), timeout=TIMEOUT_S)
         self._stream = self.socket.makefile("rb")
 
     def __enter__(self) -> Raw:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from tests.drafts import make_draft
 from tests.engine_harness import refused
-from tests.raw_client import Raw
+from tests.raw_client import Raw, unread
 from tests.serving import FakeServer, code_of, fake_tokenizer, save_fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import DownloadLimits, DownloadSlots, DraftFiles, ServerSettings
@@ -222,16 +220,6 @@ def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path, m
         assert httpx.get(server.url + WEIGHTS).status_code == 410 and server.core.downloads.total == 0
 
 
-def unread_download(server: FakeServer) -> socket.socket:
-    """A client that asks for the weights and reads none of them."""
-    parts = urlsplit(server.url)
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((parts.hostname, parts.port))
-    connection.sendall(f"GET {WEIGHTS} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
-    return connection
-
-
 @pytest.mark.parametrize(
     ("limits", "status"),
     [(DownloadLimits(max_each=1, refusal_s=0.0), 429), (DownloadLimits(max_all=1, refusal_s=0.0), 503)],
@@ -240,7 +228,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
     """Of one owner and in all; a client that leaves makes room, and nothing else waits for it."""
     make_draft(tmp_path / "cpu-int8", content=bytes(16 << 20))
     with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
-        with unread_download(server):
+        with unread(server, f"GET {WEIGHTS} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()):
             server.wait_until(lambda: server.core.downloads.total == 1)
             for path in (WEIGHTS, TOKENIZER):
                 refused = httpx.get(server.url + path)
