@@ -39,6 +39,11 @@ from outrider.models.bundle.speed_up import Setting, stream
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
 from outrider.models.process.machine_load import MachineLoad
 
+OPTIONS = PairOptions(
+    ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+    ExportOptions("target", "fp32", "torch", num_threads=1),
+)
+
 
 @pytest.fixture(scope="module")
 def draft(reference_pair: PairPaths) -> Manifest:
@@ -191,10 +196,9 @@ def test_a_busy_machine_is_noticed_while_times_are_measured(
 ) -> None:
     """The bundle says so; its identity is the same."""
     warning = "This machine was busy: other processes used 62 % of its processors."
-    options = ExportOptions("target", "fp32", "torch", num_threads=1)
-    idle = export_model(strangers.target, tmp_path / "idle", options)
+    idle = export_model(strangers.target, tmp_path / "idle", OPTIONS.target)
     monkeypatch.setattr(MachineLoad, "warning", lambda load: warning)
-    busy = export_model(strangers.target, tmp_path / "busy", options)
+    busy = export_model(strangers.target, tmp_path / "busy", OPTIONS.target)
     assert busy.manifest.report.timing is not None and busy.manifest.report.timing.load_warning == warning
     said = f"target: when it was exported, its {warning.removeprefix('This ')}"
     assert said in warnings_of(Bundle.open(tmp_path / "busy").manifest)
@@ -311,15 +315,11 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
 def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_path: Path) -> None:
     """Unless forced; then the warning is in the report. So is the number of prompts that no sequence holds."""
     out = tmp_path / "out"
-    options = PairOptions(
-        ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
-        ExportOptions("target", "fp32", "torch", num_threads=1),
-    )
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
-        export_pair(strangers.draft, strangers.target, out, options=options)
+        export_pair(strangers.draft, strangers.target, out, options=OPTIONS)
     assert not out.exists()
     judging = Judging([*BUILT_IN_PROMPTS, "def " * 600], step_ms=20.0, is_forced=True)
-    draft, _ = export_pair(strangers.draft, strangers.target, out, options=options, judging=judging)
+    draft, _ = export_pair(strangers.draft, strangers.target, out, options=OPTIONS, judging=judging)
     found = judged(draft.manifest.report.acceptance)
     assert found is not None and found.rate < 0.3
     left_out, rarely = warnings_of(Bundle.open(out / "draft").manifest)[:2]
