@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from bench.eavesdropper import Read, Trace, padded
@@ -43,9 +45,9 @@ warns = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the parts keep the bundles that they share."""
-    yield tmp_path_factory.mktemp("gpu")
+    return tmp_path_factory.mktemp("gpu")
 
 
 def run_of(number: int, made: Path, out: Path, **more: object) -> Run:
@@ -62,8 +64,8 @@ def test_the_sampler_and_the_texts_are_compared(made: Path, tmp_path: Path) -> N
     assert found["hash"]["different"] == 0 and found["hash"]["words"] > 1000
     assert {name: each["different"] for name, each in found["picks"].items()} == dict.fromkeys(exact.SAMPLINGS, 0)
     assert found["texts_f32"]["reference target"]["texts"] == 1
-    assert found["shapes_f32"]["2 sequences, 8 tokens each"]["max_over_std"] < 1e-4
-    assert found["shapes_bf16"]["2 sequences, 8 tokens each"]["greedy"] == 8
+    shape = "2 sequences, 8 tokens each"
+    assert found["shapes_f32"][shape]["max_over_std"] < 1e-4 and found["shapes_bf16"][shape]["greedy"] == 8
     assert found["device"] == {"kind": "cpu", "is_hardware": False}
 
 
@@ -89,9 +91,8 @@ def test_a_sampler_that_differs_is_told(made: Path, tmp_path: Path, monkeypatch:
 @warns
 def test_a_step_needs_few_launches_beside_its_graph() -> None:
     """As many for a tree as for one token each; where rows are truncated, too, few."""
-    counts = {host.launches(host.PLAIN, parents) for parents in host.TREES}
-    assert len(counts) == 1 and max(counts) < host.MOST_LAUNCHES
-    assert max(host.launches(host.TOP_P, parents) for parents in host.TREES) < host.MOST_LAUNCHES
+    plain, truncated = ({host.launches(how, tree) for tree in host.TREES} for how in (host.PLAIN, host.TOP_P))
+    assert len(plain) == 1 and max(plain | truncated) < host.MOST_LAUNCHES
 
 
 @warns
@@ -113,17 +114,17 @@ def test_round_trips_and_load_run_on_given_bundles(
 ) -> None:
     """Parts 3 and 4: sessions of every kind; texts equal cloud-only's. In OpenVINO, whose servers start at once."""
     monkeypatch.setattr(Run, "target", lambda _: reference_pair.target)
-    run = run_of(3, made, tmp_path, tokens=12)
-    run.draft = reference_pair.draft
-    assert not [miss for miss in round_trips.measure(run) if "differ" in miss]
-    (place,) = run.found["round_trips"][0]["round_trips"]
+    found: dict[str, Any] = {}
+    for number, part in ((3, round_trips), (4, load)):
+        run = run_of(number, made, tmp_path, tokens=12)
+        run.draft = reference_pair.draft
+        assert not [miss for miss in part.measure(run) if "differ" in miss]
+        found |= run.found
+    (place,) = found["round_trips"][0]["round_trips"]
     assert set(place["modes"]) == {"cloud_only", "path", "tree", "tree_always_wrong"}
-    run = run_of(4, made, tmp_path, tokens=12)
-    run.draft = reference_pair.draft
-    assert not [miss for miss in load.measure(run) if "differ" in miss]
-    (count,) = run.found["load"][0]["sessions"].values()
+    (count,) = found["load"][0]["sessions"].values()
     assert set(count) == {"cloud-only", "stream", "verify", "auto", "json", "logprobs"}
-    assert run.found["capacity"]["tokens_per_s"].keys() == {"beside", "devices", "batched"}
+    assert found["capacity"]["tokens_per_s"].keys() == {"beside", "devices", "batched"}
 
 
 def test_needs_name_what_the_parts_declare() -> None:
@@ -137,14 +138,11 @@ def test_needs_name_what_the_parts_declare() -> None:
 
 def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server, the agent and the exporter say "source" there; none of them asks for metadata by itself."""
-    monkeypatch.setattr(importlib.metadata, "version", _no_package)
+    missing = Mock(side_effect=importlib.metadata.PackageNotFoundError)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert outrider_version() == "source"
     asking = [path for part in needs.PARTS for path in (needs.ROOT / part / "outrider").rglob("*.py")]
     assert [path.name for path in asking if 'version("outrider")' in path.read_text("utf-8")] == ["version.py"]
-
-
-def _no_package(name: str) -> str:
-    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_an_openvino_check_without_openvino_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,14 +193,12 @@ def test_a_wrong_token_is_caught(lab: Lab, cases: list[Case]) -> None:
 
 def test_an_hour_has_enough_of_everything() -> None:
     """Texts and each fault, in its share; what cannot be made here is not asked for."""
-    ledger = Ledger()
-    assert too_few(ledger, NAMES[:1], 0.0) == []
-    ledger.injected[NAMES[0]] = 19
-    ledger.num_equal[""] = 500
-    ledger.accepted[NAMES[0]] = 1
-    assert too_few(ledger, NAMES[:1], 60.0) == [f"{NAMES[0]}: 19 times; expected at least 20"]
-    missed = too_few(ledger, NAMES[:2], 90.0)
-    assert len(missed) == 4 and f"{NAMES[1]}: nothing was drafted after it" in missed
+    (first, second), ledger = NAMES[:2], Ledger()
+    assert too_few(ledger, [first], 0.0) == []
+    ledger.injected[first], ledger.num_equal[""], ledger.accepted[first] = 19, 500, 1
+    assert too_few(ledger, [first], 60.0) == [f"{first}: 19 times; expected at least 20"]
+    missed = too_few(ledger, [first, second], 90.0)
+    assert len(missed) == 4 and f"{second}: nothing was drafted after it" in missed
 
 
 # -- what an eavesdropper of bench.side_channel records and learns -----------------------------------------------------
@@ -211,23 +207,20 @@ def test_an_hour_has_enough_of_everything() -> None:
 def test_the_wire_is_heard_from_the_first_token_on() -> None:
     """Both directions, from a read that comes down to the window's end, and the opening apart."""
     size = fake_tokenizer().size
-    texts = tuple(
-        (
-            number == 2,
-            number,
-            GenerationRequest(
-                prompt=tuple(5 + at % 20 for at in range(length)),
-                params=SamplingParams(temperature=0.3, seed=number),
-                max_tokens=512,
-                stop_ids=frozenset(),
-                ignore_eos=True,
-            ),
+    requests = [
+        GenerationRequest(
+            prompt=tuple(5 + at % 20 for at in range(length)),
+            params=SamplingParams(temperature=0.3, seed=number),
+            max_tokens=512,
+            stop_ids=frozenset(),
+            ignore_eos=True,
         )
         for number, length in enumerate((4, 400, 4))
-    )
+    ]
+    texts = tuple((number == 2, number, request) for number, request in enumerate(requests))
     runtime = FakeBatchRuntime(vocab_size=size, on_step=lambda batch: time.sleep(0.01))
+    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.8))
     with serve_fake(runtime=runtime) as server:
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.8))
         short, long, steady = asyncio.run(Lane(4.0, 0.5, 0.3, texts).listen(server.url, drafter))
     assert (short.prompt, long.prompt) == (0, 1) and short.opening < long.opening < steady.opening
     sizes = [read.num_bytes for read in steady.reads if read.is_up]
@@ -277,6 +270,5 @@ def test_padding_leaves_times_only() -> None:
     after = padded(before)
     assert {(read.is_up, read.num_bytes) for trace in after for read in trace.reads} == {(False, 91), (True, 91)}
     assert {trace.opening for trace in after} == {510}
-    assert [[read.at_s for read in trace.reads] for trace in after] == [
-        [read.at_s for read in trace.reads] for trace in before
-    ]
+    times_before, times = ([[read.at_s for read in trace.reads] for trace in traces] for traces in (before, after))
+    assert times == times_before

@@ -18,8 +18,7 @@ from tests.tiny_models import make_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 
 from outrider.cloud.server.target import target_identity
-from outrider.models.bundle import bundle as bundles
-from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle, _refuse_misread
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.manifest import (
     Architecture,
@@ -171,7 +170,7 @@ def test_one_flipped_bit_is_found_even_after_a_good_opening(bundle: Path, monkey
     """An unchanged file is hashed once a process; the cache of verified files must not hide a later change."""
     Bundle.open(bundle)
     with monkeypatch.context() as patch:
-        patch.setattr(bundles, "hash_file", lambda path: pytest.fail("hashed again"))
+        patch.setattr("outrider.models.bundle.bundle.hash_file", lambda path: pytest.fail("hashed again"))
         Bundle.open(bundle)
     path = bundle / "openvino_model.bin"
     first, *others = path.read_bytes()
@@ -324,13 +323,13 @@ def test_a_bundle_that_an_earlier_exporter_made_wrong_is_refused(
     )
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if message is None:
-        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
+        _refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
         return
     with pytest.raises(BundleError, match=rf"{message}.*again: outrider-export draft org/model --runtime onnxruntime"):
-        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+        _refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
     stage.name = "prefill, beyond the window of 80"
     if family != "gemma2":
-        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+        _refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
 
 
 def test_a_bundle_with_heads_of_an_older_version_opens_and_is_the_same_target() -> None:

@@ -33,8 +33,7 @@ from outrider.export.check.parity import SequenceSteps
 from outrider.export.check.runner import measure_agreement, open_draft
 from outrider.export.check.token_mapping import measure_mapping, share_kept
 from outrider.export.cli.display import print_report
-from outrider.export.make import pair
-from outrider.export.make.pair import Judging, PairPaths, export_pair
+from outrider.export.make.pair import Judging, PairPaths, export_pair, judge, write_texts
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
@@ -151,22 +150,22 @@ def test_a_draft_is_judged_at_the_temperature_that_decides_or_not_at_all(
     Texts that are left out at another temperature are counted.
     """
     (tmp_path / "model.onnx").touch()
-    monkeypatch.setattr(pair, "open_draft", lambda *_: Rows(lambda at: {5: 99.0}, max_positions=3))
+    monkeypatch.setattr("outrider.export.make.pair.open_draft", lambda *_: Rows(lambda at: {5: 99.0}, max_positions=3))
     manifest = make_manifest((FileEntry(path="model.onnx", size=1, sha256="0" * 64),), "0" * 64)
     options = ExportOptions("draft", "fp32", "onnxruntime")
     staged: Any = SimpleNamespace(writer=SimpleNamespace(directory=tmp_path), options=options, manifest=manifest)
     target, times = read_source(strangers.target), TargetTimes(20.0, 0.5, "as given")
 
-    def judge(greedy: tuple[int, ...], sampled: tuple[int, ...], is_forced: bool) -> None:
+    def judged(greedy: tuple[int, ...], sampled: tuple[int, ...], is_forced: bool) -> None:
         texts = [continuation((1,), greedy), continuation((1,), sampled, 0.8)]
-        pair.judge(staged, texts, 1, times, target, None, is_forced=is_forced)
+        judge(staged, texts, 1, times, target, None, is_forced=is_forced)
 
     short, long = (5,), (5, 5, 5)
     for is_forced in (False, True):
         with pytest.raises(ExportError, match=f"no prompt fits 3 positions with {NEW_TOKENS} new tokens"):
-            judge(short, long, is_forced)
+            judged(short, long, is_forced)
     assert staged.manifest is manifest
-    judge(long, short, True)
+    judged(long, short, True)
     assert "acceptance is without 1 of the 1 prompts" in staged.manifest.report.notes[-1]
 
 
@@ -183,9 +182,9 @@ def test_the_targets_cache_holds_the_longest_prompt_that_its_positions_hold(
             max_positions=2000, num_blocks=opened[-1], on_step=lambda batch: rows.append(len(batch))
         )
 
-    monkeypatch.setattr(pair, "open_target", open_target)
+    monkeypatch.setattr("outrider.export.make.pair.open_target", open_target)
     prompts = [[(number + at) % 250 + 1 for at in range(length)] for number, length in enumerate((9, 12, 900, 1990, 7))]
-    written = partial(pair.write_texts, tmp_path, ExportOptions("target", "fp32"), read_source(strangers.target))
+    written = partial(write_texts, tmp_path, ExportOptions("target", "fp32"), read_source(strangers.target))
     texts = written(prompts)
     assert opened[0] == 28 and opened[1] * 16 >= 900 + NEW_TOKENS and len(opened) == 2
     assert [len(text.prompt) for text in texts[:4]] == [9, 12, 900, 7] and len(texts) == 4 * 3

@@ -29,7 +29,6 @@ from outrider.cloud.api import stream
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
-from outrider.cloud.upstream import cascade_text
 from outrider.cloud.upstream.cascade_text import CascadedText
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import (
@@ -234,8 +233,10 @@ def test_pauses_vary_and_double_until_some_tokens_have_come(
             text._has_ended = True
         raise lost
 
-    monkeypatch.setattr(cascade_text, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
-    monkeypatch.setattr(cascade_text, "random", SimpleNamespace(random=lambda: drawn))
+    monkeypatch.setattr(
+        "outrider.cloud.upstream.cascade_text.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+    )
+    monkeypatch.setattr("outrider.cloud.upstream.cascade_text.random", SimpleNamespace(random=lambda: drawn))
     monkeypatch.setattr(CascadedText, "_run_session", cut)
     run(text_of(usual, upstream, Collector())._generate())
     expected = [0.05 * factor, 0.1 * factor, 0.2 * factor, 0.05 * factor, 8.0 * (1.0 + drawn / 4.0)]

@@ -37,13 +37,11 @@ from tests.serving import (
 )
 from tests.waiting import lets_other_threads_run
 
-from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.draft_posts import MAX_DRAFT_BYTES
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.models.errors import RequestError
-from outrider.models.http import bodies as requests_module
 from outrider.models.http import openai
 from outrider.models.http.bodies import (
     MAX_JSON_COMMAS,
@@ -96,8 +94,8 @@ def test_a_hostile_body_gets_one_error(
         num_faults.append(len(faults))
         return from_validation(faults, **options)
 
-    for module in (requests_module, verify_module):
-        monkeypatch.setattr(module, "from_validation", spy)
+    for module in ("models.http.bodies", "cloud.api.verify"):
+        monkeypatch.setattr(f"outrider.{module}.from_validation", spy)
     encode, sought = Mock(return_value=[]), AsyncMock()
     monkeypatch.setattr(Tokenizer, "encode", encode)
     monkeypatch.setattr(Admission, "sought", sought)
@@ -147,7 +145,7 @@ def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, ma
     most_commas = max(max_commas, len(text) * max_commas >> 20)
     are_too_many = max(found["parts"], found["strings"]) > limit
     limits = {"MAX_JSON_PARTS": limit, "MAX_JSON_KEYS": max_keys, "MAX_JSON_COMMAS": max_commas}
-    with patch.multiple(requests_module, **limits):
+    with patch.multiple("outrider.models.http.bodies", **limits):
         if are_too_many or found["keys"] > max_keys or found["commas"] > most_commas:
             with pytest.raises(RequestError):
                 load(text)

@@ -38,11 +38,11 @@ from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.seam import EngineStats, Totals
 from outrider.models.errors import RequestError
-from outrider.models.http import answers, security, shapes
+from outrider.models.http import answers
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
 from outrider.models.http.security import Gate, GatePaths, GateSettings, KeyRing
-from outrider.models.http.shapes import PackedLogprobs
+from outrider.models.http.shapes import CompletionShape, PackedLogprobs
 from outrider.models.process.tally import RequestTally
 from outrider.models.wire.draft_stream import framed
 
@@ -58,7 +58,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         found.append(round(seconds, 6))
 
-    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
+    monkeypatch.setattr("outrider.models.http.security.asyncio.sleep", sleep)
     return found
 
 
@@ -191,7 +191,7 @@ def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.Mo
 
         assert asked(40) == (200, None)
         with monkeypatch.context() as patched:
-            patched.setattr(shapes.CompletionShape, "whole", lambda *_: 1 / 0)
+            patched.setattr(CompletionShape, "whole", lambda *_: 1 / 0)
             assert asked(40) == (500, "internal_error") and held.total == 0
         assert asked(400) == (400, "answer_too_large") and held.total == 0
         held.add(b"127.0.0.1", 9_000)

@@ -32,8 +32,7 @@ from tests.serving import (
 from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.state import DraftLimits, ServerSettings
-from outrider.cloud.replicas import cluster, forward, members
-from outrider.cloud.replicas import front as front_module
+from outrider.cloud.replicas import cluster
 from outrider.cloud.replicas.forward import Forwarder, _refusal
 from outrider.cloud.replicas.front import Front, FrontServer, labelled, merged
 from outrider.cloud.replicas.members import Member, Members, Report
@@ -148,7 +147,8 @@ def test_replicas_are_asked_once_a_second(group: list[FakeReplica], monkeypatch:
     with serve_front(group) as front, ThreadPoolExecutor(8) as pool:
         found = [asyncio.run(scraped(front.front, now_s)) for now_s in (100.0, 100.99, 101.01, 102.0)]
         assert found == [2, 2, 4, 4]
-        monkeypatch.setattr(front_module, "_SCRAPE_S", 600.0)  # requests of a busy machine may take more than a second
+        # Requests of a busy machine may take more than a second.
+        monkeypatch.setattr("outrider.cloud.replicas.front._SCRAPE_S", 600.0)
         front.front._scraped_s = float("-inf")
         texts = set(pool.map(lambda _: httpx.get(f"{front.url}/metrics").text, range(24)))
         assert sorted(asked[4:]) == ["000001", "000002"] and len(texts) == 1
@@ -220,7 +220,7 @@ def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) 
         close(self)
 
     monkeypatch.setattr(aiohttp.ClientResponse, "close", noted)
-    monkeypatch.setattr(forward, "_refusal", refusing)
+    monkeypatch.setattr("outrider.cloud.replicas.forward._refusal", refusing)
     with (
         answering([refusal("overloaded")[:-20]], may_end) as hung,
         serve_front([hung]) as front,
@@ -273,7 +273,7 @@ def test_a_second_signal_ends_a_front_whose_replicas_drain() -> None:
 
 def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the limit of all, who has most loses the oldest name, as in every store by owner; nobody finds another's."""
-    monkeypatch.setattr(members, "MAX_HELD", 10)
+    monkeypatch.setattr("outrider.cloud.replicas.members.MAX_HELD", 10)
     known = Members()
     known.update([report_of(f"{i:06x}", running=i) for i in range(3)])
     first, second, third = known

@@ -28,7 +28,6 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.signals import takes_hangups
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines
-from outrider.models.process import watched_files
 from outrider.models.process.watched_files import WatchedFiles
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
@@ -249,7 +248,7 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     """After a change, and on SIGHUP, also in loading; a broken file is counted; the audit log names each key."""
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
     keys.write_text("the-key-of-the-start\n")
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
+    monkeypatch.setattr("outrider.models.process.watched_files.LOOK_S", 0.02)
 
     def use(url: str) -> None:
         body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True}

@@ -19,7 +19,6 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_toke
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.http.encoding import encode_chat
-from outrider.models.http.openai import RenderRequest
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import ErrorAnswer, RenderAnswer
 
@@ -310,6 +309,6 @@ def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: li
 def test_messages_that_render_to_nothing_are_refused() -> None:
     """A device took an answer without tokens for a broken server, and gave its own client 503."""
     own = fake_tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
-    body = RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
+    body = openai.RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
     with refused("empty_prompt", 400, "makes no text"):
         encode_chat(own, 100, body)
