@@ -133,13 +133,12 @@ def test_a_trailer_is_no_header(server: FakeServer) -> None:
         assert raw.answer(post("/v1/verify", b"{}"))[0] == 400  # the connection goes on
 
 
-@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_an_upgrade_is_ignored(server: FakeServer, protocol: str) -> None:
+def test_an_upgrade_is_ignored(server: FakeServer) -> None:
     """The request is answered as it stands, and so is the next one."""
-    upgrade = LIVE.replace(b"\r\n\r\n", f"\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\n\r\n".encode())
-    with Raw(server) as raw:
-        raw.send(upgrade + upgrade + LIVE)
-        assert [raw.answer()[0] for _ in range(3)] == [200, 200, 200]
+    for protocol in (b"websocket", b"h2c"):
+        upgrade = LIVE.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: " + protocol + b"\r\n\r\n")
+        with Raw(server) as raw:
+            assert [raw.answer(data)[0] for data in (upgrade + upgrade + LIVE, b"", b"")] == [200, 200, 200]
 
 
 # Time
@@ -161,26 +160,21 @@ def test_slow_headers_are_closed(quick: FakeServer, caplog: pytest.LogCaptureFix
     assert is_well(quick)
 
 
-def test_an_idle_connection_stays(quick: FakeServer) -> None:
-    """Between requests the header deadline does not run: keep-alive has its own."""
-    with Raw(quick) as idle:
-        assert idle.answer(LIVE)[0] == 200
-        for _ in range(3):
-            with Raw(quick) as silent:
-                assert silent.is_closed()  # so the deadline has passed
-        assert idle.answer(LIVE)[0] == 200
-
-
-def test_a_quiet_stream_stays() -> None:
-    """No deadline runs while a stream is open, however long it is quiet."""
+def test_an_idle_connection_and_a_quiet_stream_stay() -> None:
+    """Between requests the header deadline does not run: keep-alive has its own. Nor does one while a stream is open,
+    however long it is quiet.
+    """
     with (
         serve_fake(gate=StepGate(), limits=QUICK) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", "/v1/sessions", json=SESSION) as response,
+        Raw(server) as idle,
     ):
+        assert idle.answer(LIVE)[0] == 200
         for _ in range(5):
             with Raw(server) as silent:
-                assert silent.is_closed()
+                assert silent.is_closed()  # so the deadline has passed
+        assert idle.answer(LIVE)[0] == 200
         server.gate.open()
         assert b'"end"' in response.read()
 
@@ -225,16 +219,18 @@ def test_connections_are_counted() -> None:
 
 
 def test_one_client_leaves_room_for_others() -> None:
-    """Connections are counted by address, and by network where one client has a whole network."""
-    table = ConnectionTable(ConnectionLimits(max_connections=5, max_per_client=2))
+    """Connections are counted by address, and by network where one client has a whole network: IPv6 hosts have a /64 to
+    themselves.
+    """
+    table = ConnectionTable(ConnectionLimits(max_connections=8, max_per_client=2))
     hosts = ("2001:db8::1", "2001:db8::2:0:0:2", "2001:db8::3", "2001:db8:0:1::1", "192.0.2.1", "::ffff:192.0.2.1")
-    tickets = [table.admit(host) for host in hosts]
-    assert [ticket is not None for ticket in tickets] == [True, True, False, True, True, True]
-    assert table.admit("192.0.2.9") is None and len(table) == 5 and len(table.by_client) == 3
-    for ticket in tickets:
-        if ticket is not None:
-            ticket.release()
-            ticket.release()
+    tickets = [table.admit(host) for host in (*hosts, "fe80::1%eth0", "fe80::2%eth0", "no address")]
+    assert [ticket is not None for ticket in tickets] == [True, True, False, *[True] * 6]
+    networks = {"2001:db8::/64": 2, "2001:db8:0:1::/64": 1, "192.0.2.1": 2, "fe80::/64": 2, "no address": 1}
+    assert table.admit("192.0.2.9") is None and len(table) == 8 and table.by_client._of == networks
+    for ticket in filter(None, tickets):
+        ticket.release()
+        ticket.release()
     assert len(table) == len(table.by_client) == 0
 
 

@@ -17,7 +17,6 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.access import page_policy_of
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
 
@@ -169,15 +168,6 @@ def test_without_keys_the_owner_is_the_address() -> None:
     first, again, other, unknown = (owner(KeyRing(), client) for client in addresses)
     assert first == again and len({first, other, unknown}) == 3
     assert len({owner(KeyRing([KEY]), client) for client in addresses}) == 1
-
-
-def test_a_client_is_an_address_or_a_network() -> None:
-    """IPv6 hosts have a /64 to themselves."""
-    assert client_network("192.0.2.1") == client_network("::ffff:192.0.2.1") == "192.0.2.1"
-    assert client_network("2001:db8::1") == client_network("2001:db8::ffff:0:0:1") == "2001:db8::/64"
-    assert client_network("2001:db8:0:1::1") != client_network("2001:db8::1")
-    assert client_network("fe80::1%eth0") == client_network("fe80::2%eth0")
-    assert client_network("no address") == "no address"
 
 
 def test_an_owners_rate_holds_and_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
