@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -11,14 +10,11 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-import uvicorn
 from packaging.requirements import Requirement
 from tests.engine_harness import Clock
-from tests.raw_client import ENOUGH, LIVE, PROMPT, QUICK, SESSION, Raw, is_well, post
-from tests.serving import FakeServer, StepGate, run_session, serve_fake, target_tokens
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from tests.raw_client import ENOUGH, LIVE, QUICK, SESSION, Raw, is_well, post
+from tests.serving import FakeServer, StepGate, serve_fake
 
-from outrider.models.ingress.bounded_http import BoundedProtocol
 from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, reserve_files
 
 
@@ -271,35 +267,3 @@ def test_uvicorn_is_a_version_that_was_tried() -> None:
     extras = hook["tool"]["hatch"]["metadata"]["hooks"]["custom"]["optional-dependencies"]
     (needed,) = (Requirement(line) for line in extras["cloud"] if line.startswith("uvicorn"))
     assert version("uvicorn") in needed.specifier and any(bound.operator == "<" for bound in needed.specifier)
-
-
-USED = (
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
-    *("_unset_keepalive_if_required", "_should_upgrade"),
-)
-"""Methods of HttpToolsProtocol that `BoundedProtocol` overrides or calls."""
-USED_FIELDS = (
-    *("parser", "pipeline", "flow", "cycle", "headers", "url", "transport", "loop", "scope"),
-    "timeout_keep_alive_task",
-)
-"""Its fields that `BoundedProtocol` reads or replaces."""
-
-
-def test_uvicorn_has_what_is_used() -> None:
-    """The methods and fields of its protocol, and those of its server that `VerifierServer` replaces."""
-    assert [name for name in USED if not callable(getattr(HttpToolsProtocol, name, None))] == []
-    config = uvicorn.Config(Mock(), http="httptools", ws="none", lifespan="off", log_config=None)
-    protocol = HttpToolsProtocol(config, uvicorn.server.ServerState(), {}, asyncio.new_event_loop())
-    protocol.loop.close()
-    protocol.on_message_begin()
-    assert [name for name in USED_FIELDS if name not in vars(protocol)] == []
-    used = vars(protocol.config) | vars(uvicorn.Server(config))
-    assert [name for name in ("server_state", "started", "should_exit", "ssl", "backlog") if name not in used] == []
-
-
-def test_requests_run_on_the_bounded_protocol(server: FakeServer) -> None:
-    """uvicorn's own is not in use by accident, and a whole session passes."""
-    with httpx.Client(base_url=server.url) as client:
-        assert run_session(client, dict(SESSION)).tokens == target_tokens(PROMPT, 8)
-        assert {type(protocol) for protocol in server.server.server_state.connections} == {BoundedProtocol}
