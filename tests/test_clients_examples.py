@@ -47,8 +47,9 @@ def test_openais_example_of_logprobs(cloud: FakeServer, strict: Any) -> None:
     found = strict.chat.completions.create(**asked).choices[0].logprobs.content
     assert len(found) == 12 and all(len(each.top_logprobs) == 2 for each in found)
     assert bytes(byte for each in found for byte in each.bytes).decode(errors="replace") == chat_text(cloud)
-    gathered, _ = gathered_by(strict, **asked)
-    assert gathered.logprobs.content == found
+    with strict.chat.completions.stream(**asked) as stream:
+        assert list(stream)
+        assert stream.current_completion_snapshot.choices[0].logprobs.content == found
     legacy = strict.completions.create(prompt="zip", logprobs=2, n=2, best_of=3, **ASKED)
     assert [len(choice.logprobs.tokens) for choice in legacy.choices] == [12, 12]
     assert sum(len(each) >= 2 for each in legacy.choices[0].logprobs.top_logprobs) == 12
