@@ -7,7 +7,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
-from tests.serving import FakeServer
+from tests.serving import PROMPT, FakeServer
 from tests.waiting import TIMEOUT_S
 
 from outrider.models.ingress.connections import ConnectionLimits
@@ -15,7 +15,6 @@ from outrider.models.ingress.connections import ConnectionLimits
 if TYPE_CHECKING:
     from tests.fronts import RunningFront
 
-PROMPT = [5, 17, 99, 3]
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 SESSION = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
 QUICK = ConnectionLimits(header_s=0.05, body_grace_s=0.05, write_s=0.2, linger_s=0.2, handshake_s=0.05)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.lora_adapters import CONFIG_NAME, WEIGHTS_NAME, save_safetensors, write_adapter
 from tests.serving import (
+    PROMPT,
     FakeServer,
     Transcript,
     code_of,
@@ -38,7 +39,6 @@ from outrider.models.wire.fields import MAX_MODEL_CHARS
 
 ADAPTERS = {"sql": "5" * 16, "law/v2": "6" * 16}
 MODELS = (None, *ADAPTERS)
-PROMPT = [5, 17, 80, 12]
 
 
 @pytest.fixture

@@ -19,13 +19,14 @@ from tests.drafts import make_draft
 from tests.fronts import report_of
 from tests.local_endpoint import serve_local
 from tests.serving import (
+    PROMPT,
     FakeServer,
     StepGate,
     code_of,
     serve_fake,
     target_tokens,
 )
-from tests.test_adapters import ADAPTERS, PROMPT, cards_of, named
+from tests.test_adapters import ADAPTERS, cards_of, named
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import NamedModel, ServedModel

@@ -16,6 +16,7 @@ from tests.engine_harness import Clock, refused
 from tests.local_endpoint import chunks_of
 from tests.requests import flat_request
 from tests.serving import (
+    PROMPT,
     FakeServer,
     StepGate,
     bearer,
@@ -38,7 +39,6 @@ from outrider.models.picks.sampling import SamplingParams
 
 KEY, OTHER = "a-key-with-limits-of-its-own", "another-key-without-limits"
 OWNER = ApiKey.plain(KEY).digest
-PROMPT = [5, 6, 7, 8]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {"/v1/verify": {"items": [{"prefix": PROMPT}]}}
 PATHS = ("/v1/sessions", "/v1/completions", "/v1/verify")

@@ -9,16 +9,24 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.serving import JSON, FakeServer, StepGate, bearer, open_session, run_session, serve_fake, target_tokens
+from tests.serving import (
+    ALICE,
+    BOB,
+    JSON,
+    PROMPT,
+    FakeServer,
+    StepGate,
+    bearer,
+    open_session,
+    run_session,
+    serve_fake,
+    target_tokens,
+)
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.models.http.security import KeyRing
 from outrider.models.wire.protocol import ErrorAnswer
-
-PROMPT = [5, 17, 99, 3]
-ALICE = "alice-has-this-key"
-BOB = "bob-has-another-key"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,10 @@ from starlette.types import Message
 from tests.engine_harness import Clock, refused
 from tests.local_endpoint import chunks_of
 from tests.serving import (
+    ALICE,
+    BOB,
     JSON,
+    PROMPT,
     FakeServer,
     OpenSession,
     StepGate,
@@ -215,10 +218,8 @@ def test_packed_logprobs_are_a_fraction_of_their_json() -> None:
 
 # -- budgets of drafts -------------------------------------------------------------------------------------------------
 
-PROMPT = [5, 17, 99, 3]
 BODY = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
 DRAFT = {"base": 0, "paths": [[1, 2]]}
-ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 
 
 # -- the buckets -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
 from tests.raw_client import Raw
 from tests.serving import (
+    PROMPT,
     code_of,
     fake_tokenizer,
     run_session,
@@ -41,7 +42,6 @@ from outrider.models.errors import RequestError
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket
 
-PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 
 

@@ -16,7 +16,7 @@ from unittest.mock import ANY, Mock
 import httpx
 import pytest
 from tests.serve_command import used_beside
-from tests.serving import StepGate, bearer, code_of, fake_target, key_line, open_session, serve_fake
+from tests.serving import ALICE, BOB, PROMPT, StepGate, bearer, code_of, fake_target, key_line, open_session, serve_fake
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
@@ -29,9 +29,6 @@ from outrider.cloud.server.signals import takes_hangups
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines
 from outrider.models.process.watched_files import WatchedFiles
-
-ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
-PROMPT = [5, 6, 7]
 
 
 def written(path: Path, *lines: str) -> Path:

@@ -15,8 +15,8 @@ from unittest.mock import AsyncMock
 import pytest
 from starlette.types import Scope
 from tests.certificates import make_own, needs_openssl
-from tests.raw_client import ENOUGH, LIVE, PROMPT, QUICK, SESSION, Raw, is_well, post, unread
-from tests.serving import FakeServer, StepGate, serve_fake
+from tests.raw_client import ENOUGH, LIVE, QUICK, SESSION, Raw, is_well, post, unread
+from tests.serving import PROMPT, FakeServer, StepGate, serve_fake
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from outrider.cloud.api.state import ServerSettings

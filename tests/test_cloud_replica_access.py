@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock
 import httpx
 import pytest
 from tests.fronts import changed, report_of, served
-from tests.serving import StepGate, bearer, code_of, key_line, open_session, run_session
+from tests.serving import ALICE, BOB, PROMPT, StepGate, bearer, code_of, key_line, open_session, run_session
 
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.engine import EngineConfig
@@ -29,8 +29,6 @@ from outrider.models.http.keys import ApiKey, KeyRing
 from outrider.models.http.request_context import current_request
 from outrider.models.http.security import Gate, GatePaths, GateSettings
 
-ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-reads-the-metrics"
-PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 4000}
 
@@ -89,12 +87,12 @@ def test_a_keys_own_limits_hold_at_a_replica() -> None:
 
 def test_a_front_checks_scopes_and_each_keys_rate() -> None:
     """Before anything reaches a replica; its own answers carry the request's id."""
-    keys = ring_of(key_line(ALICE, "requests-per-second=0.001"), key_line(ROOT, "scopes=metrics"))
+    keys = ring_of(key_line(ALICE, "requests-per-second=0.001"), key_line(BOB, "scopes=metrics"))
     with served(keys) as (client, _, _):
-        assert client.get("/metrics", headers=bearer(ROOT)).status_code == 200
+        assert client.get("/metrics", headers=bearer(BOB)).status_code == 200
         assert code_of(client.get("/metrics", headers=bearer(ALICE))) == (403, "scope_missing")
         for path in ("/v1/verify", "/v1/sessions/000001x/drafts"):
-            refused = client.post(path, json={}, headers=bearer(ROOT) | {"x-request-id": "draft.1"})
+            refused = client.post(path, json={}, headers=bearer(BOB) | {"x-request-id": "draft.1"})
             assert code_of(refused) == (403, "scope_missing")
             assert refused.headers["x-request-id"] == refused.json()["request_id"] == "draft.1"
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 200
