@@ -108,9 +108,8 @@ async def test_an_older_server_is_told_apart() -> None:
     async with VerifierClient("http://x", ClientOptions(model="sql"), transport) as client:
         with pytest.raises(EndpointUnfit, match="serves no model 'sql'; it serves old"):
             await client.model_facts()
-        agent = StreamAgent(Endpoints([client], RETRY))
         with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for"):
-            await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=2))
+            await StreamAgent(Endpoints([client], RETRY)).generate(GenerationRequest(tuple(PROMPT), max_tokens=2))
     async with VerifierClient("http://x", ClientOptions(model="old"), transport) as client:
         assert await client.served() == ("old", None)
 
@@ -180,9 +179,8 @@ def test_the_local_endpoint_may_have_a_model_of_its_own(cloud: FakeServer, caplo
 
 def test_an_answer_without_the_cloud_is_verified_by_the_model_that_it_was_for(cloud: FakeServer) -> None:
     """The draft has no adapter: what it wrote alone is checked by the one that the request names."""
-    settings = LocalSettings()
     with (
-        serve_local("http://127.0.0.1:1", settings, offline=OfflineSettings("draft")) as local,
+        serve_local("http://127.0.0.1:1", LocalSettings(), offline=OfflineSettings("draft")) as local,
         httpx.Client(base_url=local.url, timeout=30.0) as client,
     ):
         body = {"prompt": "a", "max_tokens": 6, "model": "sql", "seed": 1, "ignore_eos": True}

@@ -138,8 +138,7 @@ def test_needs_name_what_the_parts_declare() -> None:
 
 def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server, the agent and the exporter say "source" there; none of them asks for metadata by itself."""
-    missing = Mock(side_effect=importlib.metadata.PackageNotFoundError)
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     assert outrider_version() == "source"
     asking = [path for part in needs.PARTS for path in (needs.ROOT / part / "outrider").rglob("*.py")]
     assert [path.name for path in asking if 'version("outrider")' in path.read_text("utf-8")] == ["version.py"]

@@ -89,8 +89,7 @@ def test_a_forecast_is_the_prediction_from_the_measured_rounds() -> None:
     times = TargetTimes(40.0, 1.2, "as given")
     found = forecast_for((acceptance(0.7),), 1.5, times)
     assert found is not None and found.alpha == pytest.approx(0.7, abs=1e-3)
-    expected = stream(Setting(0.7, 1.5, 40.0, 1.2, 50.0)).speed_up
-    assert at(50.0, found).stream == pytest.approx(expected, rel=1e-3)
+    assert at(50.0, found).stream == pytest.approx(stream(Setting(0.7, 1.5, 40.0, 1.2, 50.0)).speed_up, rel=1e-3)
     assert forecast_for((acceptance(0.7, temperature=0.0),), 1.5, times) is None
 
 

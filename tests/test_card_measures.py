@@ -291,10 +291,9 @@ def wordpiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    special = ["[UNK]", "[SEP]"]
     tokenizer.train_from_iterator(
         (PROSE * 9, *SAMPLE_TEXT),
-        trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False),
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False),
     )
     root = tmp_path_factory.mktemp("wordpiece") / "wordpiece"
     root.mkdir()

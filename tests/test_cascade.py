@@ -54,8 +54,7 @@ def run_behind_the_mid(running: Cascade, params: SamplingParams) -> tuple[list[i
     with open_session(running.client, asking(params)) as session:
 
         def is_ahead() -> bool:
-            texts = list(running.engine._texts.values())
-            return len(tokens) >= LENGTH - 2 or any(text.mid.ahead for text in texts)
+            return len(tokens) >= LENGTH - 2 or any(text.mid.ahead for text in list(running.engine._texts.values()))
 
         while len(tokens) < LENGTH:
             running.mid.wait_until(is_ahead)

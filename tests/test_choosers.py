@@ -72,9 +72,8 @@ class Case:
     def truth(self, prompt: Sequence[int]) -> list[int]:
         """Target-only text by the plainest loop: states made anew for every token."""
         runtime, tokens = FakeBatchRuntime(vocab_size=self.vocab_size), list(prompt)
-        blocks = range(runtime.num_blocks)
         for made in range(self.count):
-            row = runtime.forward([SequenceSlice(tokens, 0, blocks, 1)])[0]
+            row = runtime.forward([SequenceSlice(tokens, 0, range(runtime.num_blocks), 1)])[0]
             plan = ProcessorPlan(self.rules, self.stops, made, self.grammar)
             changed = apply_all(plan.states(tokens, self.vocab_size), row)
             tokens.append(pick(changed, SAMPLED, len(tokens), plan.narrowing))

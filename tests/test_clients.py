@@ -61,8 +61,7 @@ def client(url: str) -> Iterator[Any]:
 def choice_of(cloud: FakeServer, path: str, **fields: Any) -> dict[str, Any]:
     """What the verifier answers to a plain request."""
     # verify: no certificates to load, which takes longer than the answer
-    answer = httpx.post(f"{cloud.url}/v1/{path}", json=ASKED | fields, verify=False)
-    return dict(answer.json()["choices"][0])
+    return dict(httpx.post(f"{cloud.url}/v1/{path}", json=ASKED | fields, verify=False).json()["choices"][0])
 
 
 def chat_text(cloud: FakeServer, messages: Any = MESSAGES, **fields: Any) -> str:

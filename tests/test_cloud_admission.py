@@ -120,8 +120,7 @@ def test_prompts_and_texts_are_charged_and_cached_tokens_are_not() -> None:
     events: list[Any] = []
 
     def is_admitted(num_tokens: int, owner: bytes = OWNER) -> bool:
-        request = request_of(range(num_tokens), owner)
-        return wait_s(admission.submit, request, events.append, Asked(clock.now)) is None
+        return wait_s(admission.submit, request_of(range(num_tokens), owner), events.append, Asked(clock.now)) is None
 
     assert is_admitted(40)
     sink = engine.submit.call_args.args[1]
@@ -164,8 +163,7 @@ def test_a_held_prefix_that_is_computed_again_is_charged() -> None:
     admission.submit(request_of([1]), Mock(), Asked(clock.now))
     engine.submit.call_args.args[1](EndEvent("length", SequenceUsage(prompt_tokens=91, cached_prompt_tokens=0)))
     for num_tokens, fits in ((10, False), (9, True)):
-        found = wait_s(admission.submit, request_of(range(num_tokens)), Mock(), Asked(clock.now))
-        assert (found is None) == fits
+        assert (wait_s(admission.submit, request_of(range(num_tokens)), Mock(), Asked(clock.now)) is None) == fits
 
 
 def test_a_request_that_the_engine_refuses_costs_no_tokens() -> None:

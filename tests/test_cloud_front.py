@@ -145,8 +145,7 @@ def test_replicas_are_asked_once_a_second(group: list[FakeReplica], monkeypatch:
 
     monkeypatch.setattr(Forwarder, "fetch", fetch)
     with serve_front(group) as front, ThreadPoolExecutor(8) as pool:
-        found = [asyncio.run(scraped(front.front, now_s)) for now_s in (100.0, 100.99, 101.01, 102.0)]
-        assert found == [2, 2, 4, 4]
+        assert [asyncio.run(scraped(front.front, now_s)) for now_s in (100.0, 100.99, 101.01, 102.0)] == [2, 2, 4, 4]
         # Requests of a busy machine may take more than a second.
         monkeypatch.setattr("outrider.cloud.replicas.front._SCRAPE_S", 600.0)
         front.front._scraped_s = float("-inf")
@@ -170,8 +169,7 @@ def test_labels_are_added_without_a_parser() -> None:
         b'# HELP h Times.\n# TYPE h histogram\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 1e-05\n'
         b"# HELP empty None.\n# TYPE empty gauge\n"
     )
-    newer = text.replace(b"Times.", b"Seconds.")
-    whole = merged([labelled(text, "000001"), labelled(newer, "000002")]).decode()
+    whole = merged([labelled(text, "000001"), labelled(text.replace(b"Times.", b"Seconds."), "000002")]).decode()
     assert whole.count("# HELP") == whole.count("# TYPE") == 3
     found = {f.name: [(s.name, s.labels, s.value) for s in f.samples] for f in text_string_to_metric_families(whole)}
     assert found == {

@@ -72,9 +72,8 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
 )
 def test_a_wrong_line_is_refused_by_its_number_and_not_quoted(tmp_path: Path, line: str, message: str) -> None:
     """A plain line may be a key, so no message shows one."""
-    path = written(tmp_path / "keys", "# ours", line)
     with pytest.raises(ConfigError, match=f"line 2: .*{message}") as error:
-        KeyRing.load(path)
+        KeyRing.load(written(tmp_path / "keys", "# ours", line))
     assert line not in str(error.value)
 
 

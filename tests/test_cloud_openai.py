@@ -72,8 +72,7 @@ def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
     body = {"prompt": [PROMPT, "zip("], "temperature": 0, "max_tokens": 30, "ignore_eos": True}
     whole = complete(client, **body)
     plain = chunks_of(client.post("/v1/completions", json=body | {"stream": True}))
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-    answer = client.post("/v1/completions", json=asked)
+    answer = client.post("/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *pieces, last = chunks_of(answer)
     for chunk in pieces:
@@ -127,8 +126,7 @@ def test_a_top_k_of_minus_one_is_off(client: httpx.Client) -> None:
     assert off["choices"] == none["choices"]
     for value, status in ((-1, 200), (-2, 400)):
         for path in ("/v1/sessions", "/v1/completions"):
-            asked = {"prompt": [1, 2], "top_k": value, "max_tokens": 2}
-            assert client.post(path, json=asked).status_code == status
+            assert client.post(path, json={"prompt": [1, 2], "top_k": value, "max_tokens": 2}).status_code == status
 
 
 def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
@@ -224,9 +222,8 @@ def test_models_are_listed_and_found_by_name(client: httpx.Client, server: FakeS
     assert openai_answers.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
     for name in ("other", "other/fake", "fake/other", "fak%C3%A9"):
         assert refusal(client.get(f"/v1/models/{name}")) == (404, "model_not_found", "model")
-    model = dataclasses.replace(server.core.model, name="org/model-1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.core, "model", model)
+        patch.setattr(server.core, "model", dataclasses.replace(server.core.model, name="org/model-1"))
         for name in ("org/model-1", "org%2Fmodel-1"):
             assert client.get(f"/v1/models/{name}").json()["id"] == "org/model-1"
 
@@ -309,6 +306,5 @@ def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: li
 def test_messages_that_render_to_nothing_are_refused() -> None:
     """A device took an answer without tokens for a broken server, and gave its own client 503."""
     own = fake_tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
-    body = openai.RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
     with refused("empty_prompt", 400, "makes no text"):
-        encode_chat(own, 100, body)
+        encode_chat(own, 100, openai.RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]}))
