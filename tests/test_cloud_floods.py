@@ -212,7 +212,7 @@ def test_packed_logprobs_are_a_fraction_of_their_json() -> None:
     assert 20_000 < sum(map(packed.add, parts)) < len(json.dumps(found)) / 2
     pieces = list(packed.pieces())
     assert json.loads(b"".join(pieces)) == found and max(map(len, pieces)) < 1 << 17
-    empty = {"content": [], "refusal": None}
+    empty: dict[str, Any] = {"content": [], "refusal": None}
     assert json.loads(b"".join(PackedLogprobs(empty).pieces())) == empty
 
 

@@ -290,12 +290,12 @@ def test_mistakes_show_before_the_model_is_loaded(tmp_path: Path, monkeypatch: p
     with fake_target(on_load) as target:
         monkeypatch.setattr(serve_module, "open_target", lambda _: target)
         monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
-        for message, option in (
-            ("--tls-client-ca needs HTTPS", {"tls_client_ca": tmp_path / "ca.pem"}),
-            ("the audit log ", {"audit_log": tmp_path / "missing" / "audit.jsonl"}),
+        for message, options in (
+            ("--tls-client-ca needs HTTPS", ServeOptions("fake", port=0, tls_client_ca=tmp_path / "ca.pem")),
+            ("the audit log ", ServeOptions("fake", port=0, audit_log=tmp_path / "missing" / "audit.jsonl")),
         ):
             with pytest.raises(ConfigError, match=message):
-                serve_module.serve(ServeOptions("fake", port=0, **option))
+                serve_module.serve(options)
     assert not on_load.called
 
 

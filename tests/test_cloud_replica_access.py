@@ -192,7 +192,7 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
         front.wait_until(lambda: client.get("/health/ready").status_code == 503)
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 503
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    expected = (
+    expected: tuple[dict[str, Any], ...] = (
         {"key": "alice", "network": "127.0.0.1", "request_id": "work.1", "prompt_tokens": 4, "generated_tokens": 12}
         | {"end": "length"},
         {"key": "alice", "status": 400},
@@ -271,7 +271,7 @@ def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     members.update(reports)
     zero, one, two, three = sorted(members, key=lambda member: member.report.tag)
     members.hold(b"o", "h", three)
-    choices = (
+    choices: tuple[dict[str, Any], ...] = (
         {},
         {"target": "new"},
         {"target": "none"},
