@@ -79,7 +79,7 @@ def server_and_session() -> Iterator[tuple[FakeServer, str]]:
     ):
         yield server, session.opened.session
         server.gate.open()
-        assert session.rest().commits
+        assert list(session.events)
 
 
 @pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
