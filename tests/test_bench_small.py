@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from bench.eavesdropper import Read, Trace, padded
@@ -42,9 +43,9 @@ warns = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the parts keep the bundles that they share."""
-    yield tmp_path_factory.mktemp("gpu")
+    return tmp_path_factory.mktemp("gpu")
 
 
 def run_of(number: int, made: Path, out: Path, **more: object) -> Run:
@@ -115,14 +116,10 @@ def test_needs_name_what_the_parts_declare() -> None:
 
 def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server, the agent and the exporter say "source" there; none of them asks for metadata by itself."""
-    monkeypatch.setattr(importlib.metadata, "version", _no_package)
+    monkeypatch.setattr(importlib.metadata, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     assert outrider_version() == "source"
     asking = [path for part in needs.PARTS for path in (needs.ROOT / part / "outrider").rglob("*.py")]
     assert [path.name for path in asking if 'version("outrider")' in path.read_text("utf-8")] == ["version.py"]
-
-
-def _no_package(name: str) -> str:
-    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_an_openvino_check_without_openvino_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +157,7 @@ def test_faults_change_no_text(lab: Lab, cases: list[Case]) -> None:
     ledger, _ = run(lab, cases, NAMES, Plan(longest_s=LONGEST_S), Console(quiet=True))
     assert ledger.missed == [] and not ledger.different
     assert {name for name, num in ledger.ended.items() if num} <= {"agent killed", "verifier killed"}
-    assert ledger.injected == dict.fromkeys(NAMES, 1)
-    assert all(ledger.struck[name] >= 1 for name in NAMES)
+    assert ledger.injected == dict.fromkeys(NAMES, 1) and all(ledger.struck[name] >= 1 for name in NAMES)
     assert ledger.num_accepted > 0 and ledger.accepted.total() > 0
 
 
@@ -169,20 +165,17 @@ def test_faults_change_no_text(lab: Lab, cases: list[Case]) -> None:
 def test_a_wrong_token_is_caught(lab: Lab, cases: list[Case]) -> None:
     """One token that is changed on its way: the run names the text and the place."""
     ledger, _ = run(lab, cases, ["connections cut"], Plan(plant=True), Console(quiet=True))
-    assert len(ledger.missed) == 1 and ledger.missed[0].startswith("DIFFERENT: ")
-    assert ledger.different.total() == 1
+    assert len(ledger.missed) == 1 and ledger.missed[0].startswith("DIFFERENT: ") and ledger.different.total() == 1
 
 
 def test_an_hour_has_enough_of_everything() -> None:
     """Texts and each fault, in its share; what cannot be made here is not asked for."""
-    ledger = Ledger()
-    assert too_few(ledger, NAMES[:1], 0.0) == []
-    ledger.injected[NAMES[0]] = 19
-    ledger.num_equal[""] = 500
-    ledger.accepted[NAMES[0]] = 1
-    assert too_few(ledger, NAMES[:1], 60.0) == [f"{NAMES[0]}: 19 times; expected at least 20"]
-    missed = too_few(ledger, NAMES[:2], 90.0)
-    assert len(missed) == 4 and f"{NAMES[1]}: nothing was drafted after it" in missed
+    (first, second), ledger = NAMES[:2], Ledger()
+    assert too_few(ledger, [first], 0.0) == []
+    ledger.injected[first], ledger.num_equal[""], ledger.accepted[first] = 19, 500, 1
+    assert too_few(ledger, [first], 60.0) == [f"{first}: 19 times; expected at least 20"]
+    missed = too_few(ledger, [first, second], 90.0)
+    assert len(missed) == 4 and f"{second}: nothing was drafted after it" in missed
 
 
 # -- what an eavesdropper of bench.side_channel records and learns -----------------------------------------------------
@@ -191,23 +184,20 @@ def test_an_hour_has_enough_of_everything() -> None:
 def test_the_wire_is_heard_from_the_first_token_on() -> None:
     """Both directions, from a read that comes down to the window's end, and the opening apart."""
     size = fake_tokenizer().size
-    texts = tuple(
-        (
-            number == 2,
-            number,
-            GenerationRequest(
-                prompt=tuple(5 + at % 20 for at in range(length)),
-                params=SamplingParams(temperature=0.3, seed=number),
-                max_tokens=512,
-                stop_ids=frozenset(),
-                ignore_eos=True,
-            ),
+    requests = [
+        GenerationRequest(
+            prompt=tuple(5 + at % 20 for at in range(length)),
+            params=SamplingParams(temperature=0.3, seed=number),
+            max_tokens=512,
+            stop_ids=frozenset(),
+            ignore_eos=True,
         )
         for number, length in enumerate((4, 400, 4))
-    )
+    ]
+    texts = tuple((number == 2, number, request) for number, request in enumerate(requests))
     runtime = FakeBatchRuntime(vocab_size=size, on_step=lambda batch: time.sleep(0.01))
+    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.8))
     with serve_fake(runtime=runtime) as server:
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.8))
         short, long, steady = asyncio.run(Lane(4.0, 0.5, 0.3, texts).listen(server.url, drafter))
     assert (short.prompt, long.prompt) == (0, 1) and short.opening < long.opening < steady.opening
     sizes = [read.num_bytes for read in steady.reads if read.is_up]
@@ -248,8 +238,7 @@ def test_prompts_are_named_by_sizes_alone(
     monkeypatch.setattr("bench.eavesdropper.NUM_TREES", 20)
     monkeypatch.setattr("bench.side_channel.record", lambda options: _traces(dict(enumerate(sizes))))
     assert main(["--prompts", "4", "--train", "5", "--test", "3"]) == code
-    printed = capsys.readouterr().out
-    assert ("100.0%" in printed.split("as it is")[1].splitlines()[0]) == (code == 0)
+    assert ("100.0%" in capsys.readouterr().out.split("as it is")[1].splitlines()[0]) == (code == 0)
 
 
 def test_padding_leaves_times_only() -> None:
@@ -258,6 +247,5 @@ def test_padding_leaves_times_only() -> None:
     after = padded(before)
     assert {(read.is_up, read.num_bytes) for trace in after for read in trace.reads} == {(False, 91), (True, 91)}
     assert {trace.opening for trace in after} == {510}
-    assert [[read.at_s for read in trace.reads] for trace in after] == [
-        [read.at_s for read in trace.reads] for trace in before
-    ]
+    times_before, times = ([[read.at_s for read in trace.reads] for trace in traces] for traces in (before, after))
+    assert times == times_before
