@@ -309,23 +309,26 @@ def test_no_word_of_the_help_is_broken_or_cut_in_a_narrow_terminal(part: str) ->
 
 
 @pytest.mark.parametrize(
-    ("script", "command", "most"),
+    ("script", "command", "most", "everyday", "seldom"),
     [
-        ("outrider-cloud", "serve", 46),
-        ("outrider", "run", 40),
-        ("outrider", "serve", 37),
-        ("outrider", "chat", 28),
+        (
+            *("outrider-cloud", "serve", 46, {"--host", "--api-key-file", "--tls-cert"}),
+            {"--port-file", "--insecure-no-keys", "--policy", "--rate"},
+        ),
+        ("outrider", "run", 40, {"--draft"}, set()),
+        ("outrider", "serve", 37, {"--draft"}, set()),
+        ("outrider", "chat", 28, {"--draft"}, set()),
     ],  # 42, 36, 32 and 24, --target, --steady, --tokenizer and --same-tokenizer, --exact, --lora and --model
 )
 def test_help_shows_few_options_in_named_groups_and_help_all_every_one(
-    script: str, command: str, most: int, run: Run
+    script: str, command: str, most: int, everyday: set[str], seldom: set[str], run: Run
 ) -> None:
     """At most 20; an option that there was once is refused with what to do instead."""
     short, whole = run(script, command, "--help")[1], run(script, command, "--help-all")[1]
-    named = [re.findall(r"^ +(?:-\w, )?--[\w-]+", text, re.MULTILINE) for text in (short, whole)]
+    few, every = (set(re.findall(r"^ +(?:-\w, )?(--[\w-]+)", text, re.MULTILINE)) for text in (short, whole))
     helps = {"--help", "--help-all"}
-    assert len([each for each in named[0] if each.split()[-1] not in helps]) <= 20
-    assert set(named[0]) < set(named[1]) and len(set(named[1])) - len(helps) <= most
+    assert len(few - helps) <= 20 and len(every) - len(helps) <= most
+    assert everyday <= few < every and seldom <= every - few
     assert "\nMore:\n" in whole and "\nMore:\n" not in short
     options = importlib.import_module(f"{SCRIPTS[script]}.main").app.registered_commands
     removed = next(each.callback.removed for each in options if each.callback.__name__ == command)
