@@ -54,7 +54,7 @@ def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
         ({"prefix": []}, "empty_prompt", None),
         ({"prefix": [1] * 5000}, "context_length_exceeded", None),
         ({"prefix": PREFIX, "prefix_hash": "00" * 16}, "prefix_not_held", None),
-        ({"prefix": PREFIX, "stop_ids": [300]}, "token_out_of_range", None),
+        ({"prefix": PREFIX, "stop_ids": [300]}, "token_out_of_range", "stop_ids"),
         ({"prefix": PREFIX, "unknown": 1}, "invalid_parameter", "items.12.unknown"),
         ("not an item", "invalid_parameter", "items.13"),
     )
