@@ -63,10 +63,8 @@ def make_metaspace() -> tokenizers.Tokenizer:
 
 def make_wordpiece() -> tokenizers.Tokenizer:
     """As BERT: words joined by spaces, and pieces that continue a word."""
-    words, pieces = (
-        ["[UNK]", *["the", "a", "b", ".", "'", "é", "日", "😀"]],
-        ["##" + piece for piece in "aeiouthbn.é日😀"],
-    )
+    words = ["[UNK]", "the", "a", "b", ".", "'", "é", "日", "😀"]
+    pieces = ["##" + piece for piece in "aeiouthbn.é日😀"]
     tokenizer = tokenizers.Tokenizer(models.WordPiece(numbered([*words, *pieces]), unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
@@ -75,7 +73,7 @@ def make_wordpiece() -> tokenizers.Tokenizer:
 
 def make_undecoded() -> tokenizers.Tokenizer:
     """A tokenizer without a decoder: the library joins tokens by spaces."""
-    words = ["[UNK]", *["the", "a", "b", ".", "é", "日", "😀"]]
+    words = ["[UNK]", "the", "a", "b", ".", "é", "日", "😀"]
     tokenizer = tokenizers.Tokenizer(models.WordLevel(numbered(words), unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
