@@ -52,29 +52,21 @@ def test_a_breaker_leaves_out_what_failed_and_allows_one_trial_a_pause() -> None
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("rtt_ms", "state", "dearer_rtt_ms", "dearer"),
     [
-        ((5.0, ReadyAnswer(status="ready", model="m", step_ms=30)), (150.0, ReadyAnswer(status="ready", model="m"))),
-        ((5.0, ReadyAnswer(status="ready", model="m")), (5.0, ReadyAnswer(status="ready", model="m", queue_depth=9))),
-        (
-            (5.0, ReadyAnswer(status="ready", model="m")),
-            (5.0, ReadyAnswer(status="ready", model="m", free_block_share=0.01)),
-        ),
-        (
-            (9.0, ReadyAnswer(status="ready", model="m", step_ms=10)),
-            (5.0, ReadyAnswer(status="ready", model="m", step_ms=40)),
-        ),
-        (
-            (5.0, ReadyAnswer(status="ready", model="m", queue_depth=2, running=8)),
-            (5.0, ReadyAnswer(status="ready", model="m", queue_depth=2, running=1)),
-        ),
+        (5.0, {"step_ms": 30}, 150.0, {}),
+        (5.0, {}, 5.0, {"queue_depth": 9}),
+        (5.0, {}, 5.0, {"free_block_share": 0.01}),
+        (9.0, {"step_ms": 10}, 5.0, {"step_ms": 40}),
+        (5.0, {"queue_depth": 2, "running": 8}, 5.0, {"queue_depth": 2, "running": 1}),
     ],
     ids=["round trip", "queue", "memory", "step", "queue per running text"],
 )
 def test_latency_queue_and_memory_make_a_cloud_dearer(
-    first: tuple[float, ReadyAnswer], second: tuple[float, ReadyAnswer]
+    rtt_ms: float, state: dict[str, Any], dearer_rtt_ms: float, dearer: dict[str, Any]
 ) -> None:
-    assert text_ms(*first) < text_ms(*second) / 1.2
+    first, second = (ReadyAnswer(status="ready", model="m", **fields) for fields in (state, dearer))
+    assert text_ms(rtt_ms, first) < text_ms(dearer_rtt_ms, second) / 1.2
 
 
 class Cloud:
@@ -143,27 +135,22 @@ async def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster(
     assert order(fleet) == [A, B]  # nothing is known
     served = await fleet.look(9.0)
     assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
-    clock.now += 60.0
     assert a.state is not None
-    a.state |= {"queue_depth": 8, "running": 2}
-    fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
-    await fleet.look(9.0)
-    assert order(fleet) == [B, A]
-    clock.now += 60.0
-    a.state |= {"queue_depth": 0}
-    await fleet.look(9.0)
-    assert order(fleet) == [A, B]
+    for load, ranks in (({"queue_depth": 8, "running": 2}, [B, A]), ({"queue_depth": 0}, [A, B])):
+        clock.now += 60.0
+        a.state |= load
+        fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
+        await fleet.look(9.0)
+        assert order(fleet) == ranks
     assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
     await fleet.aclose()
 
 
 async def test_speed_never_chooses_another_model() -> None:
     """Where targets differ, the order of the configuration decides, however slow the first is."""
-    clock = Clock()
     # Slow in steps: looks go on side by side, and the clock is one for all.
-    a, c = Cloud(clock, step_ms=500.0), Cloud(clock, step_ms=50.0)
-    b = Cloud(clock, step_ms=1.0, target="another")
-    fleet = fleet_of(clock, a=a, b=b, c=c)
+    a, c = Cloud(clock := Clock(), step_ms=500.0), Cloud(clock, step_ms=50.0)
+    fleet = fleet_of(clock, a=a, b=Cloud(clock, step_ms=1.0, target="another"), c=c)
     await fleet.look(9.0)
     assert order(fleet) == [C, A, B]
     await fleet.aclose()
@@ -172,13 +159,12 @@ async def test_speed_never_chooses_another_model() -> None:
 async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
     """Trials are looks and never texts; then the preferred one is preferred again."""
     clock, words = Clock(), list[str]()
-    pauses = Pauses(clock)
-    a, b = Cloud(clock), Cloud(clock)
-    fleet = fleet_of(clock, pauses, words, a=a, b=b)
+    pauses, a = Pauses(clock), Cloud(clock)
+    fleet = fleet_of(clock, pauses, words, a=a, b=Cloud(clock))
     await fleet.look(9.0)
     a.state = None
-    fleet.failed(A, EndpointLost(f"{A}: gone"))
-    fleet.failed(A, EndpointLost(f"{A}: gone"))  # another text, the same outage
+    for _ in range(2):  # another text, the same outage
+        fleet.failed(A, EndpointLost(f"{A}: gone"))
     assert order(fleet) == [B, A] and fleet.is_down(A)
     (await pauses.next()).set_result(None)  # the first trial finds nothing
     second = await pauses.next()
@@ -230,8 +216,7 @@ async def test_a_gateway_that_hides_its_readiness_is_a_cloud_that_answers() -> N
     gateway = VerifierClient(A, transport=httpx.MockTransport(lambda request: httpx.Response(404)))
     hidden = Fleet([gateway])
     assert await hidden.look(9.0) == [] and await hidden.finds_one(9.0)
-    clock = Clock()
-    cloud = Cloud(clock)
+    cloud = Cloud(clock := Clock())
     fleet = fleet_of(clock, a=cloud)
     assert await fleet.finds_one(9.0)
     cloud.state = None
@@ -319,15 +304,12 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
             assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
             steps = first.runtime.num_steps
             assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
-            with proxy_to(first.url, listen_port=proxy.port) as again:
-                assert again.url == proxy.url
+            with proxy_to(first.url, listen_port=proxy.port):
                 local.wait_until(lambda: not fleet.is_down(proxy.url))
                 assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps > steps
-                ready = httpx.get(f"{local.url}/health/ready").json()
-                assert [each["state"] for each in ready["clouds"]] == ["up", "up"]
-                assert "127.0.0.1" not in str(ready["clouds"])
-    outages = [record for record in caplog.records if "is left out" in record.getMessage()]
-    assert outages and any("is back" in record.getMessage() for record in caplog.records)
+                clouds = httpx.get(f"{local.url}/health/ready").json()["clouds"]
+                assert [each["state"] for each in clouds] == ["up", "up"] and "127.0.0.1" not in str(clouds)
+    assert "is left out" in caplog.text and "is back" in caplog.text
 
 
 @pytest.mark.usefixtures("by_preference")
