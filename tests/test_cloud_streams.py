@@ -261,13 +261,3 @@ def test_a_client_that_is_cut_goes_on_where_it_was(monkeypatch: pytest.MonkeyPat
         with httpx.Client(base_url=server.url) as again:
             rest = run_session(again, body | {"prompt": [*PROMPT, *tokens], "max_tokens": 800 - len(tokens)})
         assert tokens + rest.tokens == target_tokens(PROMPT, 800)
-
-
-def test_a_reader_that_is_slow_gets_the_whole_text() -> None:
-    """Over a real connection: a session whose events nobody reads for a while."""
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
-        with client.stream("POST", "/v1/sessions", json=body) as response:
-            server.wait_until(lambda: server.core.engine.stats().running == 0 and not server.core.engine.stats().queued)
-            tokens = [token for event in read_events(response) for token in getattr(event, "tokens", [])]
-        assert len(tokens) == 300 and run_session(client, body).tokens == tokens

@@ -202,11 +202,10 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("header", HOSTILE)
-def test_a_hostile_traceparent_is_no_context(header: bytes) -> None:
+def test_a_hostile_traceparent_is_no_context() -> None:
     """Whatever its size or its bytes."""
-    assert parse_traceparent(header) is None
     assert parse_traceparent(TRACED["traceparent"].encode()) is not None
+    assert not [header for header in HOSTILE if parse_traceparent(header) is not None]
 
 
 @needs_sdk

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, VOCAB, Clock, Harness, plain, refused
+from tests.engine_harness import SAMPLED, VOCAB, Clock, Harness, plain
 from tests.pending_drafts import commit, learn_and_wait, line_message, move_root, pending, right_part, run_pass, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
@@ -289,26 +289,6 @@ def test_a_tree_saves_passes_where_the_target_picks_an_alternative(form: TreeFor
     harness.run()
     counts = [len(commit.tokens) for commit in collector.commits]
     assert collector.tokens == truth and counts[:2] == sizes and max(counts) > 4 and len(counts) < 18
-
-
-def test_bad_drafts_are_refused_by_code() -> None:
-    """Unknown, ahead, out of range: each has its own code, as paths and as trees; the text does not change."""
-    harness = Harness()
-    truth = plain(PROMPT, SAMPLED, 12)
-    sequence_id, collector = harness.submit(PROMPT, 12)
-    harness.run_steps(4)
-    num = len(collector.tokens)
-    for target, base, tokens, code in (
-        (999, 0, [1], "unknown_session"),
-        (sequence_id, 99, [1], "draft_ahead"),
-        (sequence_id, num, [VOCAB], "token_out_of_range"),
-    ):
-        with refused(code):
-            harness.engine.draft(target, base, [tokens])
-        with refused(code):
-            harness.engine.draft_tree(target, line_message(base, 9, tokens))
-    harness.run()
-    assert collector.tokens == truth and harness.engine.stats().totals.draft_nodes == 0
 
 
 def test_drafts_of_no_use_are_dropped() -> None:
