@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.agents import nowhere
 from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of, serve_front, served
 from tests.local_endpoint import note_requests
+from tests.raw_server import raw_server, writes
 from tests.serving import (
     StepGate,
     bearer,
@@ -97,8 +97,9 @@ def test_a_draft_for_a_session_that_is_nowhere_is_answered(client: httpx.Client)
         answer = client.post(f"/v1/sessions/{session}/drafts", json={"base": 0, "paths": [[1]]})
         assert code_of(answer) == (404, "unknown_session")
     assert client.delete("/v1/sessions/ffffffgone").status_code == 404
-    headers = {"prefer": "return=minimal", "content-type": "text/plain"}
-    assert client.post("/v1/sessions/000001x/drafts", content=b"{}", headers=headers).status_code == 415
+    headers = {"prefer": "return=minimal", "content-type": "text/plain", "x-request-id": "mine-1"}
+    refused = client.post("/v1/sessions/000001x/drafts", content=b"{}", headers=headers)
+    assert refused.status_code == 415 and refused.headers.get_list("x-request-id") == ["mine-1"]
     assert client.get("/v1/sessions/000001x/drafts").status_code == 405
 
 
@@ -140,44 +141,26 @@ async def test_a_lost_replica_costs_no_text() -> None:
 
 def test_a_request_whose_replica_cannot_be_reached_goes_to_another(group: list[FakeReplica]) -> None:
     """Before an answer has begun the client notices nothing."""
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        gone = report_of("00dead", f"http://127.0.0.1:{closed.getsockname()[1]}", target=group[0].report.ready.target)
-        absent = FakeReplica(group[0].server, gone)
-        with serve_front([absent, group[0]]) as front, httpx.Client(base_url=front.url) as client:
-            for _ in range(4):
-                assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
-            front.publish([gone])
-            front.wait_until(lambda: len(front.front.members) == 1)
-            answer = client.post("/v1/sessions", json=BODY)
+    gone = report_of("00dead", nowhere(), target=group[0].report.ready.target)
+    absent = FakeReplica(group[0].server, gone)
+    with serve_front([absent, group[0]]) as front, httpx.Client(base_url=front.url) as client:
+        for _ in range(4):
+            assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
+        front.publish([gone])
+        front.wait_until(lambda: len(front.front.members) == 1)
+        answer = client.post("/v1/sessions", json=BODY)
     assert (*code_of(answer), answer.headers["retry-after"]) == (503, "no_replica", "1")
 
 
-def test_a_request_is_not_given_to_one_replica_after_the_other_that_dies_of_it() -> None:
+def test_a_request_is_not_given_to_one_replica_after_the_other_that_dies_of_it(group: list[FakeReplica]) -> None:
     """Two may be lost with it before it is refused."""
-
-    def serve_cut(listener: socket.socket) -> None:
-        with suppress(OSError):  # it is shut down
-            for _ in range(2):
-                accepted, _ = listener.accept()
-                accepted.recv(65536)
-                accepted.close()
-
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    for each in listeners:
-        threading.Thread(target=serve_cut, args=[each], daemon=True).start()
-    reports = [
-        report_of(f"{index:06x}", f"http://127.0.0.1:{each.getsockname()[1]}") for index, each in enumerate(listeners)
-    ]
-    with replicas(1) as group:
-        dying = [FakeReplica(group[0].server, report) for report in reports]
-        with serve_front(dying) as front, httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as client:
-            answer = client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]})
-            num_suspects = sum(member.is_suspect for member in front.front.members)
-            assert (answer.json()["error"]["code"], num_suspects) == ("no_replica", 2)
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)  # else a thread may accept from whatever has its number next
-        listener.close()
+    with ExitStack() as stack:
+        urls = [stack.enter_context(raw_server(writes(b""))).url for _ in range(4)]
+        dying = [FakeReplica(group[0].server, report_of(f"{index:06x}", url)) for index, url in enumerate(urls)]
+        front = stack.enter_context(serve_front(dying))
+        answer = httpx.post(f"{front.url}/v1/verify", json={"items": [{"prefix": PROMPT}]}, timeout=TIMEOUT_S)
+        num_suspects = sum(member.is_suspect for member in front.front.members)
+        assert (answer.json()["error"]["code"], num_suspects) == ("no_replica", 2)
 
 
 @asynccontextmanager
@@ -291,6 +274,7 @@ def test_readiness_and_metrics_are_of_all_replicas(
     front.wait_until(lambda: client.get("/health/ready").json()["running"] == 4)
     ready = client.get("/health/ready")
     assert ready.json()["queue_depth"] == 2 and ready.json()["status"] == "ready" and "date" in ready.headers
+    assert len(ready.headers.get_list("x-request-id")) == 1
     families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     labels = {sample.labels["replica"] for sample in families["outrider_num_requests_running"].samples}
     assert labels == {each.report.tag for each in group}
@@ -301,15 +285,6 @@ def test_readiness_and_metrics_are_of_all_replicas(
     assert client.get("/health/ready").json()["status"] == "failed"
     front.publish([each.report for each in group])
     front.wait_until(lambda: client.get("/health/ready").status_code == 200)
-
-
-def test_an_answer_through_the_front_has_one_request_id(client: httpx.Client) -> None:
-    """The client's, in a refusal too."""
-    refused = client.post("/v1/completions", json={}, headers={"x-request-id": "mine-1"})
-    assert refused.headers.get_list("x-request-id") == ["mine-1"] == [refused.json()["request_id"]]
-    for path in ("/health/ready", "/nowhere", "/v1/sessions/000009x/drafts"):
-        (own,) = client.get(path).headers.get_list("x-request-id")
-        assert own
 
 
 def test_a_front_drains_its_replicas_before_it_closes() -> None:

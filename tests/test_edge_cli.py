@@ -24,8 +24,7 @@ from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.cli.terminal import print_document
-from outrider.edge.drafting.belief import CommitOutcome
-from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.depth import CostModelDepth, Effort
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.lab.comparison import DRAFTED, Comparison, measured_rate, why_no_rate
 from outrider.edge.lab.laboratory import CLOUD_ONLY
@@ -50,7 +49,10 @@ from outrider.models.process.extras import missing_extra
         (["--draft", "nowhere", "--temperature", "nan"], "temperature is nan"),
         (["--draft", "nowhere", "--depth", "deep"], "expected auto or a number"),
         (["--draft", "nowhere", "--width", "9"], "width is '9'; expected auto or a number, 1 to 8"),
-        (["--draft", "nowhere", "--width", "wide"], "expected auto or a number, 1 to 8"),
+        *(
+            (["--draft", "nowhere", "--width", width], "expected auto or a number, 1 to 8")
+            for width in ("wide", "0", "2.5", "-1", "²")
+        ),
         (["--draft", "nowhere", "--depth", "65"], "expected 0 to 64"),
         (["--draft", "nowhere", "--depth", "1.5"], "expected auto or a number"),
         (["--draft", "nowhere", "--depth", "-1"], "expected auto or a number"),
@@ -151,19 +153,10 @@ def test_an_agent_drafts_as_its_options_say() -> None:
         assert made(model, options).drafter is model
     assert made(model, make_options("8")).options.tree.width == 8 and made(lookup).drafter is lookup
     assert isinstance(waiting, StopAndWaitAgent) and waiting.drafter is model
-    floors = []
     for effort in Effort:
         agent = made(model, make_options("auto", effort, 40.0))
+        assert isinstance(agent.depth, CostModelDepth) and agent.depth._effort is effort
         assert agent.options.bytes_per_token == 40.0
-        agent.estimates.on_open(10.0, 10.0, 0.1)
-        for _ in range(40):
-            agent.estimates.on_drafted(5.0, 1)
-        agent.depth.observe(CommitOutcome((1,)))
-        floors.append(agent.depth.plan().floor)
-    assert floors == sorted(floors, reverse=True) and len(set(floors)) == 3  # low, normal, high
-    for wrong in ("0", "9", "wide", "2.5", "-1", "²"):
-        with pytest.raises(ConfigError, match="expected auto or a number, 1 to 8"):
-            make_options(wrong)
 
 
 @pytest.mark.parametrize(
