@@ -15,6 +15,7 @@ from tests.agents import SURE, Clock, proxy_to
 from tests.commands import KEY, OTHER_KEY, Outrider
 from tests.local_endpoint import DRAFTS, MESSAGES, PROMPT, LocalEndpoint, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
+from tests.test_edge_serve import FACTS
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
@@ -24,7 +25,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, KeyRefused, TargetMismatch
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.security import KeyRing
-from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
+from outrider.models.wire.protocol import ReadyAnswer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 
@@ -70,18 +71,22 @@ def test_latency_queue_and_memory_make_a_cloud_dearer(
 
 
 class Cloud:
-    """Readiness behind httpx's transport interface. state: what it answers; None: nothing does. trips: on the clock."""
+    """Readiness behind httpx's transport interface. state: what it answers; None: nothing does. trips: on the clock.
+    asks_status: of all else, which needs a key.
+    """
+
+    asks_status = 401
 
     def __init__(self, clock: Clock, trip_s: float = 0.01, **state: Any) -> None:
         self.clock, self.trip_s, self.num_looks = clock, trip_s, 0
         self.state: dict[str, Any] | None = {"status": "ready", "model": "m", "target": "t", "step_ms": 20.0, **state}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.num_looks += 1
-        self.clock.now += self.trip_s
+        self.num_looks, self.clock.now = self.num_looks + 1, self.clock.now + self.trip_s
         if self.state is None:
             raise httpx.ConnectError("refused")
-        return httpx.Response(200, json=self.state)
+        is_open = request.url.path == "/health/ready"
+        return httpx.Response(200 if is_open else self.asks_status, json=self.state if is_open else FACTS.model_dump())
 
 
 class Pauses:
@@ -101,20 +106,6 @@ class Pauses:
     async def next(self) -> asyncio.Future[None]:
         """The next pause, once it has begun; set its result to end it."""
         return await self._waiting.get()
-
-
-class Guarded(Cloud):
-    """One that asks for a key, but not for its readiness."""
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        answer = super().__call__(request)
-        facts = ModelFacts(
-            name="m", tokenizer="t", vocab_size=9, max_positions=9, eos_token_ids=[0], has_chat_template=False
-        )
-        is_open = request.url.path == "/health/ready"
-        return answer if is_open else httpx.Response(self.status, text=facts.model_dump_json())
-
-    status = 401
 
 
 def fleet_of(clock: Clock, sleep: Any = asyncio.sleep, words: list[str] | None = None, **clouds: Cloud) -> Fleet:
@@ -183,14 +174,14 @@ async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> N
 async def test_a_cloud_that_refuses_the_key_is_left_out_until_it_takes_it() -> None:
     """Its readiness, which needs no key, does not bring it back, and no text is spent on that."""
     clock, words = Clock(), list[str]()
-    pauses, guarded = Pauses(clock), Guarded(clock)
+    pauses, guarded = Pauses(clock), Cloud(clock)
     fleet = fleet_of(clock, pauses, words, a=guarded, b=Cloud(clock))
     fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
     assert order(fleet) == [B, A] and words == [f"Set a key. {A} is left out until it answers."]
     (await pauses.next()).set_result(None)
     second = await pauses.next()
     assert fleet.is_down(A) and guarded.num_looks == 2
-    back, guarded.status = asyncio.Event(), 200
+    back, guarded.asks_status = asyncio.Event(), 200
     fleet._on_change = lambda said: back.set()
     second.set_result(None)
     await back.wait()
@@ -201,7 +192,7 @@ async def test_a_cloud_that_refuses_the_key_is_left_out_until_it_takes_it() -> N
 async def test_a_cloud_that_refuses_the_key_does_not_come_back_by_its_readiness() -> None:
     """Neither where a client asks the local endpoint for it, nor for a text that is written without a cloud."""
     clock = Clock()
-    clouds = [(A, Guarded(clock)), (B, down := Cloud(clock))]
+    clouds = [(A, Cloud(clock)), (B, down := Cloud(clock))]
     upstream = Upstream([VerifierClient(url, transport=httpx.MockTransport(cloud)) for url, cloud in clouds], "t")
     fleet, down.state = upstream.fleet, None
     fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
