@@ -20,7 +20,7 @@ import pytest
 from tests.certificates import OPENSSL, make_own, make_signed
 from tests.drafts import make_draft
 from tests.fronts import report_of
-from tests.serving import bearer, fake_target, run_session
+from tests.serving import BODY, bearer, fake_target, run_session
 from tests.waiting import TIMEOUT_S, wait_until
 from typer.testing import CliRunner
 
@@ -39,8 +39,6 @@ from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.process import watched_files
 
 ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-reads-the-metrics"
-PROMPT = [5, 17, 99, 3]
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

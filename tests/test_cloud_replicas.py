@@ -15,6 +15,8 @@ from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of
 from tests.local_endpoint import note_requests
 from tests.raw_server import raw_server, writes
 from tests.serving import (
+    BODY,
+    PROMPT,
     StepGate,
     bearer,
     code_of,
@@ -38,8 +40,6 @@ from outrider.models.errors import RequestError
 from outrider.models.http.security import KeyRing
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
-PROMPT = [5, 17, 99, 3]
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 3000}
 KEYS = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
 

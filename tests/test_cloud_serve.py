@@ -20,6 +20,8 @@ from click.testing import Result
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serve_command import used_beside
 from tests.serving import (
+    BODY,
+    PROMPT,
     fake_tokenizer,
     run_session,
     target_tokens,
@@ -45,9 +47,6 @@ from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.process import with_parent
 from outrider.models.runtimes.base import RuntimeOptions
-
-PROMPT = [5, 17, 99, 3]
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 
 
 def test_only_loopback_is_served_without_keys() -> None:

@@ -28,6 +28,8 @@ from hypothesis import strategies as st
 from tests.metrics_table import grown_by, samples
 from tests.raw_client import post
 from tests.serving import (
+    BODY,
+    PROMPT,
     FakeServer,
     StepGate,
     open_session,
@@ -54,12 +56,10 @@ from outrider.models.process.interrupts import QuietInterrupt
 from outrider.models.wire.protocol import Commit, parse_event
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
-PROMPT = [5, 17, 99, 3]
 ALIASES = {
     **dict.fromkeys(("/health", "/healthz", "/livez"), "/health/live"),
     "/readyz": "/health/ready",
 }
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 
 
 @given(

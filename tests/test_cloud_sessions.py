@@ -16,6 +16,7 @@ from tests.raw_client import Raw, post
 from tests.serving import (
     EOS_ID,
     JSON,
+    PROMPT,
     FakeServer,
     OpenSession,
     StepGate,
@@ -34,8 +35,6 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.fields import MAX_STOP_IDS
 from outrider.models.wire.protocol import TREES_SINCE, Commit
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
-
-PROMPT = [5, 17, 99, 3]
 
 
 def body(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
-from tests.serving import read_events, run_session, serve_fake, target_tokens
+from tests.serving import PROMPT, read_events, run_session, serve_fake, target_tokens
 from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.bridge import Bridge
@@ -29,8 +29,6 @@ from outrider.models.process.by_owner import Shares
 from outrider.models.process.tally import RequestTally
 from outrider.models.wire.protocol import Commit, SessionOpen, parse_event
 from outrider.models.wire.steady import SteadyPace
-
-PROMPT = [5, 17, 99, 3]
 
 
 class SlowConnection:

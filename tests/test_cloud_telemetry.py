@@ -16,7 +16,7 @@ import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.metrics_table import grown_by, samples
-from tests.serving import FakeServer, fake_tokenizer, open_session, run_session, serve_fake, target_tokens
+from tests.serving import BODY, PROMPT, FakeServer, fake_tokenizer, open_session, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.distributions import MAX_POSITIONS, Distributions, num_tested
@@ -27,10 +27,8 @@ from outrider.models.http.logs import FORMATTERS, LogFormat
 from outrider.models.http.request_context import session_tag
 from outrider.models.process.tally import MAX_CODES, RequestTally
 
-PROMPT = [5, 17, 99, 3]
 SHORT = (5, 17, 9, 3)
 SECRET = "zanzibar"
-BODY: dict[str, object] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 
@@ -115,14 +113,14 @@ def test_a_session_shows_in_every_metric(server: FakeServer) -> None:
 
     wait_for_counts()
     before = samples(server.url)
-    tokens = target_tokens(PROMPT, 12)
+    tokens = target_tokens(PROMPT, 24)
     with httpx.Client(base_url=server.url) as client, open_session(client, BODY | {"patience_ms": 0}) as session:
         client.post(session.drafts, json={"base": 0, "paths": [tokens[:4]]})
         session.rest()
     wait_for_counts()
     after = samples(server.url)
     more = partial(grown_by, before, after)
-    assert more("generation_tokens_total") == 12 and more("prompt_tokens_total") == len(PROMPT)
+    assert more("generation_tokens_total") == 24 and more("prompt_tokens_total") == len(PROMPT)
     assert more("request_time_per_output_token_seconds_count") == more("request_queue_time_seconds_count") == 1
     assert more("inter_token_latency_seconds_count") == more("target_passes_total") - 1
     assert more("engine_batch_size_count") == more("iteration_tokens_count") == more("engine_steps_total")

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import open_session, run_session, serve_fake, target_tokens
+from tests.serving import BODY, PROMPT, open_session, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import MAX_EVENTS, SpanBudget, TraceLimits, Traces, traces_from_environment
@@ -25,10 +25,8 @@ from outrider.models.process import tracing as models_tracing
 from outrider.models.process.extras import is_installed
 from outrider.models.process.tracing import parse_traceparent
 
-PROMPT = [5, 17, 99, 3]
 SECRET = "zanzibar"
 KEY, OTHER = "alice-has-a-long-key", "bob-has-another-long-key"
-BODY: dict[str, object] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 needs_sdk = pytest.mark.skipif(
@@ -100,12 +98,12 @@ def test_a_span_has_the_figures_of_a_request_and_no_word_of_it() -> None:
         "gen_ai.provider.name": "outrider",
         "gen_ai.request.model": "fake",
         "gen_ai.response.model": "fake",
-        "gen_ai.request.max_tokens": 12,
+        "gen_ai.request.max_tokens": 24,
         "gen_ai.request.temperature": 0.0,
         "gen_ai.request.top_p": 1.0,
         "gen_ai.request.top_k": 0,
         "gen_ai.usage.input_tokens": len(PROMPT),
-        "gen_ai.usage.output_tokens": 12,
+        "gen_ai.usage.output_tokens": 24,
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.response.time_to_first_chunk": 0,
@@ -245,7 +243,7 @@ def test_a_collector_that_never_answers_slows_nothing(monkeypatch: pytest.Monkey
                 run_session(client, BODY)
                 connection, _ = collector.accept()  # the exporter has called, and waits from now on
                 for _ in range(10):
-                    assert run_session(client, BODY).tokens == target_tokens(PROMPT, 12)
+                    assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
             connection.settimeout(30.0)
             assert connection.recv(4) == b"POST"
         connection.close()
