@@ -215,8 +215,11 @@ def is_idle(server: FakeServer) -> bool:
     return stats.running == stats.queued == server.core.slots.num_taken == server.core.slots.num_waiting == 0
 
 
-def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
-    """4 calls of 64 items with 3 slots: at most 3 sequences at once, every result in its place."""
+def test_items_beyond_the_owners_share_wait_and_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 calls of 64 items with 3 slots: at most 3 sequences at once, every result in its place. A call beyond the bound
+    on those that wait is refused with 429.
+    """
+    monkeypatch.setattr(verify_module, "MAX_WAITING_CALLS", 4)
     prefixes = [[[n + 1, k + 1] for k in range(64)] for n in range(4)]
     with serve_fake(ServerSettings(max_sessions=3), gate=StepGate()) as server:
         taken, submit = list[int](), server.core.engine.submit
@@ -231,8 +234,8 @@ def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
             calls = [pool.submit(httpx.post, server.url + VERIFY, json=body, timeout=60) for body in bodies]
             server.wait_until(lambda: server.core.slots.num_waiting == 4)
             assert server.core.slots.num_taken == 3
-            fourth = httpx.post(server.url + SESSIONS, json={"prompt": [1], "max_tokens": 1})
-            assert code_of(fourth) == (429, "too_many_sessions")
+            for path, body in ((SESSIONS, {"prompt": [1], "max_tokens": 1}), (VERIFY, {"items": [ITEM]})):
+                assert code_of(httpx.post(server.url + path, json=body)) == (429, "too_many_sessions")
             server.gate.open()
             found = [[each["tokens"] for each in call.result().json()["results"]] for call in calls]
         assert found == [[target_tokens(each, 1) for each in some] for some in prefixes] and max(taken) == 3
@@ -272,19 +275,6 @@ def test_a_client_that_leaves_while_items_wait_frees_everything(is_first: bool) 
             server.wait_until(lambda: slots.num_waiting == len(calls))
             server.gate.open()
             assert [len(call.result().json()["results"]) for call in calls] == [3] * is_first
-        server.wait_until(lambda: is_idle(server))
-
-
-def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call beyond the bound is refused with 429; those that wait are served."""
-    monkeypatch.setattr(verify_module, "MAX_WAITING_CALLS", 2)
-    with serve_fake(ServerSettings(max_sessions=1), gate=StepGate()) as server, ThreadPoolExecutor(3) as pool:
-        slots = server.core.slots
-        calls = [pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM]}, timeout=60) for _ in range(3)]
-        server.wait_until(lambda: slots.num_taken + slots.num_waiting == 3)
-        assert code_of(httpx.post(server.url + VERIFY, json={"items": [ITEM]})) == (429, "too_many_sessions")
-        server.gate.open()
-        assert [call.result().status_code for call in calls] == [200] * 3
         server.wait_until(lambda: is_idle(server))
 
 

@@ -154,9 +154,8 @@ def test_hadolint_finds_nothing(name: str) -> None:
 
 def contained(command: list[str], cache: Path) -> list[str]:
     """`command` with the image's user, process number and read-only file system; as it is without the right to that."""
-    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
-        return command
-    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
+    is_root = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("setpriv")
+    if not is_root or subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
         return command
     closed = f'mount --bind {cache} {cache} && mount -o remount,bind,ro / && exec "$@"'
     return [*NAMESPACES, "sh", "-c", closed, "sh", *LIMITED, *command]

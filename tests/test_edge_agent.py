@@ -328,10 +328,8 @@ def test_a_pair_that_is_padded_differently_gives_the_targets_text(
 
 async def test_a_cancelled_generation_frees_the_server(server: FakeServer) -> None:
     """Cancelling the task closes the stream, and frees the sequence and its blocks."""
-    seen = asyncio.Event()
-    text = generate(
-        [server.url], asking(max_tokens=3000), drafter(), depth=FixedDepth(4), on_tokens=lambda _: seen.set()
-    )
+    seen, request = asyncio.Event(), asking(max_tokens=3000)
+    text = generate([server.url], request, drafter(), depth=FixedDepth(4), on_tokens=lambda _: seen.set())
     task = asyncio.create_task(text)
     await seen.wait()
     task.cancel()
@@ -349,7 +347,7 @@ def test_bytes_are_counted_as_they_cross(server: FakeServer, mode: Mode) -> None
     """
     with proxy_to(server.url) as proxy:
         draft = drafter() if mode is Mode.STOP_AND_WAIT else None
-        result = run(generate([proxy.url], asking(seed=11), draft, mode=mode))
+        result = exact([proxy.url], asking(seed=11), draft, mode=mode)
         wire = result.wire
         assert proxy.bytes_up == wire.body_up + wire.headers_up
         assert 0 <= proxy.bytes_down - wire.body_down - wire.headers_down <= 10 * (result.num_passes + 3)

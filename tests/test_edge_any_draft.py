@@ -88,11 +88,16 @@ def test_pull_then_run(server: FakeServer, cache: Path, outrider: Outrider) -> N
 
 
 def test_a_mapped_draft_holds_texts_of_any_length(place: Path) -> None:
-    """Its own positions bound its own texts only: nothing says that a longer one is not drafted."""
-    bundle = open_draft_bundle(place / "cpu")
-    own, mapped = open_draft_model(bundle), open_draft_model(bundle, target=fake_tokenizer())
+    """Its own positions bound its own texts only: nothing says that a longer one is not drafted. One of the target's
+    own tokenizer is not mapped.
+    """
+    target, bundle = fake_tokenizer(), open_draft_bundle(place / "cpu")
+    own, mapped, same = (open_draft_model(bundle, target=each) for each in (None, target, bundle.tokenizer()))
     assert own.placement.max_positions == 4096 and mapped.placement.max_positions is None
     assert len(draft_lines(own.placement, 5000, 8)) == 2 and len(draft_lines(mapped.placement, 5000, 8)) == 1
+    assert isinstance(mapped.runtime, MappedSequence) and mapped.num_ids == target.size
+    assert not isinstance(same.runtime, MappedSequence)
+    mapped.runtime.close()
 
 
 def test_a_server_that_shares_no_tokenizer(place: Path, tmp_path: Path, outrider: Outrider) -> None:
@@ -210,14 +215,6 @@ def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: 
         monkeypatch.setattr(DraftClient, "tokenizer_files", answer)
         with pytest.raises(BundleError, match=why):
             run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
-
-
-def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
-    target, bundle = fake_tokenizer(), open_draft_bundle(place / "cpu")
-    model, own = (open_draft_model(bundle, target=each) for each in (target, bundle.tokenizer()))
-    assert isinstance(model.runtime, MappedSequence) and model.num_ids == target.size
-    assert not isinstance(own.runtime, MappedSequence)
-    model.runtime.close()
 
 
 def test_without_a_server_what_was_pulled_with_the_draft_counts(
