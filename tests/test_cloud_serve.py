@@ -151,16 +151,14 @@ def bundle_of(path: Path, **changes: str) -> Any:
     return types.SimpleNamespace(path=path, manifest=manifest, model_file=path, tokenizer=lambda: None)
 
 
-@pytest.mark.parametrize("form", TreeForm)
-def test_trees_on_request_give_up_batch_invariance(tmp_path: Path, form: TreeForm) -> None:
-    """OpenVINO takes masks only without it: `--tree tree` loads so, the default does not."""
-    loading = embedded._loading(bundle_of(tmp_path), ServeOptions(str(tmp_path), tree=form))
-    assert loading.is_batch_invariant is (form is not TreeForm.TREE)
-
-
 def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO on a CPU is bitwise unless told otherwise, which makes it another target; nothing else can be."""
+    """OpenVINO on a CPU is bitwise unless told otherwise, which makes it another target; nothing else can be. It takes
+    masks only without it: `--tree tree` loads so, the default does not.
+    """
     openvino, torch = bundle_of(tmp_path), bundle_of(tmp_path, runtime="torch", format="safetensors")
+    for form in TreeForm:
+        loading = embedded._loading(openvino, ServeOptions("x", tree=form))
+        assert loading.is_batch_invariant is (form is not TreeForm.TREE)
 
     def identity(bundle: Any, exact: Exactness | None, **changes: Any) -> str:
         return target_identity(bundle.manifest, embedded._loading(bundle, ServeOptions("x", exact=exact, **changes)))

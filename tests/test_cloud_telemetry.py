@@ -120,9 +120,8 @@ def test_a_session_shows_in_every_metric(server: FakeServer) -> None:
     wait_for_counts()
     after = samples(server.url)
     more = partial(grown_by, before, after)
-    assert more("generation_tokens_total") == 24 and more("prompt_tokens_total") == len(PROMPT)
+    assert more("prompt_tokens_total") == len(PROMPT)
     assert more("request_time_per_output_token_seconds_count") == more("request_queue_time_seconds_count") == 1
-    assert more("inter_token_latency_seconds_count") == more("target_passes_total") - 1
     assert more("engine_batch_size_count") == more("iteration_tokens_count") == more("engine_steps_total")
     accepted, drafted = more("spec_decode_num_accepted_tokens_total"), more("spec_decode_num_draft_tokens_total")
     assert accepted + more("spec_decode_num_wasted_tokens_total") == drafted

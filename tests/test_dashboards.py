@@ -168,7 +168,7 @@ OF_OTHERS = {"--unit", "--now", "--follow", "--stop-timeout", "--sessions"}
 
 def test_options_exist() -> None:
     """Each belongs to a command of `outrider-cloud` or `outrider`."""
-    known = {option for app in (cloud_app, edge_app) for option in options_of(typer.main.get_command(app))}
+    known = set[str]().union(*(options_of(typer.main.get_command(app)) for app in (cloud_app, edge_app)))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
     assert named - known - {"--help", "--help-all"} <= OF_OTHERS <= named
 
@@ -182,13 +182,10 @@ def test_metrics_that_documents_name_exist() -> None:
             assert named - {"outrider_reference"} <= table, path.name  # a package
 
 
-def options_of(command: click.Command) -> Iterator[str]:
+def options_of(command: click.Command) -> set[str]:
     """The options of a command and of those below it."""
-    for parameter in command.params:
-        yield from parameter.opts
-    if isinstance(command, click.Group):
-        for each in command.commands.values():
-            yield from options_of(each)
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return {option for parameter in command.params for option in parameter.opts}.union(*map(options_of, below))
 
 
 def test_metrics_and_alerts_exist(scraped: Scraped) -> None:

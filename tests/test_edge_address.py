@@ -283,16 +283,15 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     openssl("ec", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked)
     locked.chmod(0o600)
     both = key.with_name("both.pem")
-    both.write_bytes(certificate.read_bytes() + locked.read_bytes())
-    both.chmod(0o600)
-    for use in (PullOptions(tls_client_cert=both).keys, lambda: TlsFiles(certificate, locked)):
-        with pytest.raises(ConfigError, match="without a password"):
-            use()
-    both.write_bytes(certificate.read_bytes() + key.read_bytes())
-    if os.name == "posix":
-        both.chmod(0o644)
-        with pytest.raises(ConfigError, match="chmod 600"):
+    readable = [(key, 0o644, "chmod 600")] if os.name == "posix" else []
+    for own, mode, words in ((locked, 0o600, "without a password"), *readable):
+        both.write_bytes(certificate.read_bytes() + own.read_bytes())
+        both.chmod(mode)
+        with pytest.raises(ConfigError, match=words):
             PullOptions(tls_client_cert=both).keys()
+    with pytest.raises(ConfigError, match="without a password"):
+        TlsFiles(certificate, locked)
+    both.write_bytes(certificate.read_bytes() + key.read_bytes())
     both.chmod(0o600)
     (cloud,) = clouds_of(["https://cloud.example"], PullOptions(tls_client_cert=both).keys())
     assert cloud[1].certificate == ClientCertificate(both)

@@ -129,9 +129,9 @@ def test_exporting_without_its_packages_is_answered_with_the_command_that_instal
 
 def test_a_run_ends_where_the_target_says_and_not_where_the_draft_would() -> None:
     """The draft bundle's end tokens are not sent: unset, the server's own rule."""
-    options = RunOptions(prompt="def verify", runtime="ngram", max_tokens=5)
     for ignore_eos in (False, True):
-        request = make_request(replace(options, ignore_eos=ignore_eos), fake_tokenizer())
+        options = RunOptions(prompt="def verify", runtime="ngram", max_tokens=5, ignore_eos=ignore_eos)
+        request = make_request(options, fake_tokenizer())
         assert request.stop_ids is None and request.ignore_eos is ignore_eos
 
 

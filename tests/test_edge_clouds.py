@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,71 +122,67 @@ async def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster(
     """By what was measured; with alike figures the order of the configuration holds."""
     clock = Clock()
     a, b = Cloud(clock, 0.012), Cloud(clock, 0.010)
-    fleet = fleet_of(clock, a=a, b=b)
-    assert order(fleet) == [A, B]  # nothing is known
-    served = await fleet.look(9.0)
-    assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
-    assert a.state is not None
-    for load, ranks in (({"queue_depth": 8, "running": 2}, [B, A]), ({"queue_depth": 0}, [A, B])):
-        clock.now += 60.0
-        a.state |= load
-        fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
-        await fleet.look(9.0)
-        assert order(fleet) == ranks
-    assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
-    await fleet.aclose()
+    async with aclosing(fleet_of(clock, a=a, b=b)) as fleet:
+        assert order(fleet) == [A, B]  # nothing is known
+        served = await fleet.look(9.0)
+        assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
+        assert a.state is not None
+        for load, ranks in (({"queue_depth": 8, "running": 2}, [B, A]), ({"queue_depth": 0}, [A, B])):
+            clock.now += 60.0
+            a.state |= load
+            fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
+            await fleet.look(9.0)
+            assert order(fleet) == ranks
+        assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
 
 
 async def test_speed_never_chooses_another_model() -> None:
     """Where targets differ, the order of the configuration decides, however slow the first is."""
     # Slow in steps: looks go on side by side, and the clock is one for all.
     a, c = Cloud(clock := Clock(), step_ms=500.0), Cloud(clock, step_ms=50.0)
-    fleet = fleet_of(clock, a=a, b=Cloud(clock, step_ms=1.0, target="another"), c=c)
-    await fleet.look(9.0)
-    assert order(fleet) == [C, A, B]
-    await fleet.aclose()
+    async with aclosing(fleet_of(clock, a=a, b=Cloud(clock, step_ms=1.0, target="another"), c=c)) as fleet:
+        await fleet.look(9.0)
+        assert order(fleet) == [C, A, B]
 
 
 async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
     """Trials are looks and never texts; then the preferred one is preferred again."""
     clock, words = Clock(), list[str]()
     pauses, a = Pauses(clock), Cloud(clock)
-    fleet = fleet_of(clock, pauses, words, a=a, b=Cloud(clock))
-    await fleet.look(9.0)
-    a.state = None
-    for _ in range(2):  # another text, the same outage
-        fleet.failed(A, EndpointLost(f"{A}: gone"))
-    assert order(fleet) == [B, A] and fleet.is_down(A)
-    (await pauses.next()).set_result(None)  # the first trial finds nothing
-    second = await pauses.next()
-    back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
-    fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
-    second.set_result(None)
-    await back.wait()
-    assert order(fleet) == [A, B] and not fleet.is_down(A)
-    assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
-    assert pauses.lengths[1] > pauses.lengths[0] > 0.0
-    fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
-    assert not fleet.is_down(B)
-    await fleet.aclose()
+    async with aclosing(fleet_of(clock, pauses, words, a=a, b=Cloud(clock))) as fleet:
+        await fleet.look(9.0)
+        a.state = None
+        for _ in range(2):  # another text, the same outage
+            fleet.failed(A, EndpointLost(f"{A}: gone"))
+        assert order(fleet) == [B, A] and fleet.is_down(A)
+        (await pauses.next()).set_result(None)  # the first trial finds nothing
+        second = await pauses.next()
+        back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
+        fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
+        second.set_result(None)
+        await back.wait()
+        assert order(fleet) == [A, B] and not fleet.is_down(A)
+        assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
+        assert pauses.lengths[1] > pauses.lengths[0] > 0.0
+        fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
+        assert not fleet.is_down(B)
 
 
 async def test_a_cloud_that_refuses_the_key_is_left_out_until_it_takes_it() -> None:
     """Its readiness, which needs no key, does not bring it back, and no text is spent on that."""
     clock, words = Clock(), list[str]()
     pauses, guarded = Pauses(clock), Cloud(clock)
-    fleet = fleet_of(clock, pauses, words, a=guarded, b=Cloud(clock))
-    fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
-    assert order(fleet) == [B, A] and words == [f"Set a key. {A} is left out until it answers."]
-    (await pauses.next()).set_result(None)
-    second = await pauses.next()
-    assert fleet.is_down(A) and guarded.num_looks == 2
-    back, guarded.asks_status = asyncio.Event(), 200
-    fleet._on_change = lambda said: back.set()
-    second.set_result(None)
-    await back.wait()
-    assert order(fleet) == [A, B]
-    await fleet.aclose()
+    async with aclosing(fleet_of(clock, pauses, words, a=guarded, b=Cloud(clock))) as fleet:
+        fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
+        assert order(fleet) == [B, A] and words == [f"Set a key. {A} is left out until it answers."]
+        (await pauses.next()).set_result(None)
+        second = await pauses.next()
+        assert fleet.is_down(A) and guarded.num_looks == 2
+        back, guarded.asks_status = asyncio.Event(), 200
+        fleet._on_change = lambda said: back.set()
+        second.set_result(None)
+        await back.wait()
+        assert order(fleet) == [A, B]
 
 
 async def test_a_cloud_that_refuses_the_key_does_not_come_back_by_its_readiness() -> None:
@@ -226,21 +222,20 @@ async def test_a_look_may_take_longer_than_who_asks_waits(monkeypatch: pytest.Mo
         await answers.acquire()
         return httpx.Response(200, json={"status": "ready", "model": "m"})
 
-    fleet = Fleet([VerifierClient(A, transport=httpx.MockTransport(answer))])
-    for num_answers, fails in ((2, False), (1, True)):
+    async with aclosing(Fleet([VerifierClient(A, transport=httpx.MockTransport(answer))])) as fleet:
+        for num_answers, fails in ((2, False), (1, True)):
+            assert not await fleet.finds_one(0.0)
+            late_s += 12.0  # then the answers come
+            await asyncio.sleep(0)
+            look = fleet._members[A].look
+            assert look is not None and not look.done()
+            for _ in range(num_answers):
+                answers.release()
+            await look
+            if fails:
+                fleet.failed(A, EndpointLost(f"{A}: gone"))  # meanwhile
+            assert await fleet.finds_one(0.0) is not fails
         assert not await fleet.finds_one(0.0)
-        late_s += 12.0  # then the answers come
-        await asyncio.sleep(0)
-        look = fleet._members[A].look
-        assert look is not None and not look.done()
-        for _ in range(num_answers):
-            answers.release()
-        await look
-        if fails:
-            fleet.failed(A, EndpointLost(f"{A}: gone"))  # meanwhile
-        assert await fleet.finds_one(0.0) is not fails
-    assert not await fleet.finds_one(0.0)
-    await fleet.aclose()
 
 
 def test_the_command_refuses_to_send_a_key_in_the_clear(
