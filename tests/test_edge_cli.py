@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -182,8 +183,9 @@ def test_an_agent_drafts_as_its_options_say() -> None:
 )
 def test_options_without_effect_are_refused_by_name(options: dict[str, Any], found: str | None) -> None:
     """In every mode, and beside one another; those with an effect are taken. The demo's too."""
-    of_demo = [] if options.keys() & {"mode", "depth"} else [DemoOptions]
-    for make in (partial(RunOptions, "x"), *of_demo):
+    makers: list[Callable[..., object]] = [partial(RunOptions, "x")]
+    makers += [] if options.keys() & {"mode", "depth"} else [DemoOptions]
+    for make in makers:
         with pytest.raises(ConfigError, match=found) if found else nullcontext():
             make(**options)
 
@@ -286,8 +288,8 @@ def test_all_other_figures_are_shown_to_who_asks() -> None:
     servers_own = summary_lines(replace(LONG, num_proposed=199), is_verbose=True)
     assert not any("this device" in line for line in servers_own) and "199 verified" in servers_own[2]
     assert "100 up, 50 down" in summary_lines(RESULT, is_verbose=True)[3]
-    numbers = {"num_drafted": 90, "num_sent": 210, "num_proposed": 80}
-    numbers |= {"hits": {"0": 54, "1": 9, "2": 2, "5": 1, "lookup": 2}}
+    hits = {"0": 54, "1": 9, "2": 2, "5": 1, "lookup": 2}
+    numbers: dict[str, Any] = {"num_drafted": 90, "num_sent": 210, "num_proposed": 80, "hits": hits}
     assert numbers.items() <= result_as_json(result, "").items()
 
 
