@@ -201,7 +201,7 @@ async def test_what_is_an_error_stays_one(server: FakeServer) -> None:
     for url, drafter, first, error, words in (
         (NOWHERE, NgramDrafter(), 1, CloudError, "the draft cannot write alone either"),
         (NOWHERE, NgramDrafter([QuotedText([1, 2, 3, 1, 2, 4])]), 1, CloudError, "the draft cannot write alone either"),
-        (server.url, ModelDrafter(fake_draft()), 100_000, RequestError, ""),
+        (server.url, ModelDrafter(fake_draft()), 100_000, RequestError, "100000"),
     ):
         async with VerifierClient(url) as client:
             writer = writer_of(client, drafter)
