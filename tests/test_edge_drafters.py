@@ -169,7 +169,9 @@ def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -
 
 
 def test_lookup_and_model_guess_into_one_tree() -> None:
-    """What both guess counts as the model's and as surer; what only lookup guesses is beside it."""
+    """What both guess counts as the model's and as surer; what only lookup guesses is beside it. Lookup alone does not
+    go on where the model ends: it would, token by token, beyond the model's longest sequence.
+    """
     model, lookup = ModelDrafter(branched(8)), NgramDrafter()
     mixed = ModelDrafter(branched(8)).with_lookup()
     text = [1, 2, 3, 4, 9, 9, 1, 2, 3, 4]
@@ -187,6 +189,9 @@ def test_lookup_and_model_guess_into_one_tree() -> None:
             assert guesses == [*own, found]
     assert mixed.guess([[5]], 2) == model.guess([[5]], 2)  # nothing repeats there
     assert (mixed.length, mixed.max_branches) == (10, 8)
+    for num, has_guess in ((31, True), (32, False)):
+        mixed.begin([1, 2] * num, SAMPLED)
+        assert list(map(bool, mixed.guess([[], [1]], 4))) == [has_guess] * 2
 
 
 # -- inside a grammar --------------------------------------------------------------------------------------------------
