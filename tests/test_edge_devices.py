@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import onnxruntime
 import openvino
@@ -47,13 +48,12 @@ def test_a_runtime_that_is_not_installed_is_answered_with_the_command_that_insta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asking finds it missing; wanting a device of it says how to get it."""
-    for runtime in DRAFTS:
-        monkeypatch.setitem(sys.modules, runtime[0], None)
-        found = find_runtime(runtime[0])
-        assert found.version is None and found.devices == ()
-        extra = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}[runtime[0]]
+    for runtime, device in DRAFTS:
+        monkeypatch.setitem(sys.modules, runtime, None)
+        assert find_runtime(runtime) == FoundRuntime(runtime, None, ())
+        extra = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}[runtime]
         with pytest.raises(RuntimeUnavailable, match=rf'not installed; run: pip install "outrider\[{extra}\]"'):
-            require_device(*runtime)
+            require_device(runtime, device)
 
 
 @pytest.mark.parametrize("error", [ImportError("DLL load failed"), RuntimeError("no plugins.xml")])
@@ -62,21 +62,17 @@ def test_a_broken_runtime_is_told_and_does_not_hide_the_other(
 ) -> None:
     """In the list of devices, and where drafts are chosen: for the other runtime, and for this one."""
 
-    def broken() -> FoundRuntime:
-        raise error
-
-    monkeypatch.setattr(discovery, "_find_openvino", broken)
+    monkeypatch.setattr(discovery, "_find_openvino", Mock(side_effect=error))
     why = f"OpenVINO cannot be used: {type(error).__name__}: {error}"
     with pytest.raises(RuntimeUnavailable, match=why):
         require_device("openvino", "cpu")
     assert {each["runtime"] for each in json.loads(outrider("devices", "--json").out)["missing"]} == {"onnxruntime"}
     shown = " ".join(outrider("devices").out.split())
     assert why in shown and "CPUExecutionProvider" in shown and "not installed" not in shown
-    found = judge([offer("one"), offer("other", runtime="onnxruntime")], Wishes())
-    assert why in str(found[0].why_not) and found[1].why_not is None
+    one, other = judge([offer("one"), offer("other", runtime="onnxruntime")], Wishes())
+    assert why in str(one.why_not) and other.why_not is None
     drafts = [bundle("one", "openvino", "cpu"), bundle("other", "onnxruntime", "cpu")]
-    (candidate,) = candidates_of(drafts, DraftChoice())
-    assert candidate.bundle is drafts[1]
+    assert [each.bundle for each in candidates_of(drafts, DraftChoice())] == drafts[1:]
 
 
 def test_what_is_found_here_is_what_the_runtimes_say() -> None:
@@ -84,9 +80,9 @@ def test_what_is_found_here_is_what_the_runtimes_say() -> None:
     found = find_runtime("openvino")
     assert [device.name for device in found.devices] == openvino.Core().available_devices and found.has("cpu")
     assert found.version is not None and openvino.__version__.startswith(found.version)
-    found = find_runtime("onnxruntime")
-    assert found.version == onnxruntime.__version__ and found.has("cpu") and not found.has("npu")
-    assert {device.name for device in found.devices} <= set(onnxruntime.get_available_providers())
+    onnx = find_runtime("onnxruntime")
+    assert onnx.version == onnxruntime.__version__ and onnx.has("cpu") and not onnx.has("npu")
+    assert {device.name for device in onnx.devices} <= set(onnxruntime.get_available_providers())
 
 
 def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,19 +108,20 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
     monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Core=Core, __version__="2026.4.1-1-releases"))
     found = find_runtime("openvino")
     assert found.version == "2026.4.1"
-    assert [(device.name, device.device, device.driver) for device in found.devices] == [
-        ("CPU", "cpu", None), ("GPU.0", "gpu", None), ("GPU.1", "gpu", None), ("NPU", "npu", "1005"),
-        ("GPU.2", None, None),
-    ]  # fmt: skip
-    assert found.devices[-2].full_name == "Intel(R) AI Boost"
-    assert found.devices[-1].full_name == "cannot be used: GPU.2 has no FULL_DEVICE_NAME"
+    assert [(device.name, device.full_name, device.device, device.driver) for device in found.devices] == [
+        ("CPU", "Intel(R) Core(TM) Ultra", "cpu", None),
+        ("GPU.0", "Arc (iGPU)", "gpu", None),
+        ("GPU.1", "Arc (dGPU)", "gpu", None),
+        ("NPU", "Intel(R) AI Boost", "npu", "1005"),
+        ("GPU.2", "cannot be used: GPU.2 has no FULL_DEVICE_NAME", None, None),
+    ]
     for device in get_args(Device):
         require_device("openvino", device, found)
     manifest = manifest_for("openvino", "gpu", "GPU")
     for asked, opened in (("gpu.1", "GPU.1"), ("GPU.0", "GPU.0"), ("gpu", "GPU")):
         placement = place_draft(manifest, DraftChoice(device=asked), found)
         assert (placement.device, placement.open_on) == ("gpu", opened)
-    assert place_draft(manifest, DraftChoice(device="gpu.1"), found).words.endswith("OpenVINO on the GPU.1")
+        assert placement.words.endswith(f"OpenVINO on the {opened}")
     with pytest.raises(RuntimeUnavailable, match=r"sees no GPU\.2 on this machine, only CPU .*GPU\.1 \(Arc \(dGPU\)\)"):
         place_draft(manifest, DraftChoice(device="gpu.2"), found)
 
@@ -134,14 +131,6 @@ def test_a_device_that_cannot_be_is_refused(asked: str) -> None:
     """With the words that are expected."""
     with pytest.raises(ConfigError, match=r"--draft-device is .*; expected cpu, gpu or npu, or one .* such as gpu\.1"):
         DraftChoice(device=asked)
-
-
-def make_nodes(root: Path, *paths: str) -> Path:
-    """Files under `root`, as a system without an NPU can have them."""
-    for path in paths:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).touch()
-    return root
 
 
 NODE, DRIVER, RENDER = "dev/accel/accel0", "sys/module/intel_vpu/version", "dev/dri/renderD128"
@@ -166,7 +155,10 @@ def test_on_linux_the_first_thing_that_is_missing_is_named(
     """Kernel module, firmware, access, user-space driver: in the order in which they are needed. An NVIDIA GPU is ONNX
     Runtime's.
     """
-    told = advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    told = advice("linux", tmp_path, lambda node: may_use, "x86_64")
     assert said in told and (advice is npu_advice or "--runtime onnxruntime" in told)
 
 
@@ -184,22 +176,20 @@ def test_elsewhere_the_vendors_driver_is_named() -> None:
 def test_where_intels_plugins_are_not_built_nothing_of_theirs_is_advised(platform: str, machine: str) -> None:
     """No driver of Intel's, no emulation; a Mac's GPU is Metal's, and CUDA is named where NVIDIA's GPUs are."""
     assert not has_intel_plugins(platform, machine)
-    said = [npu_advice(platform, machine=machine), gpu_advice(platform, machine=machine)]
-    said += [provider_advice("npu", platform, machine), provider_advice("gpu", platform, machine)]
-    words = " ".join(said)
+    own = [npu_advice(platform, machine=machine), gpu_advice(platform, machine=machine)]
+    words = " ".join([*own, provider_advice("npu", platform, machine), provider_advice("gpu", platform, machine)])
     for wrong in ("intel_vpu", "level-zero", "opencl", "graphics driver", "AI Boost", "--emulate", "ep-openvino"):
         assert wrong not in words
     assert ("Metal" in words) == (platform == "darwin") and ("NVIDIA" in words) == (platform != "darwin")
     assert ("onnxruntime-directml" in words) == (platform == "win32")
-    assert "x86-64 Linux and Windows only" in said[0] and "x86-64 Linux and Windows only" in said[1]
+    assert all("x86-64 Linux and Windows only" in each for each in own)
 
 
 def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And asking for it elsewhere is one clear error."""
-    monkeypatch.setattr(discovery, "has_intel_plugins", lambda: True)
-    assert "--emulate-npu" in discovery.advice("openvino", "npu")
-    monkeypatch.setattr(discovery, "has_intel_plugins", lambda: False)
-    assert "--emulate-npu" not in discovery.advice("openvino", "npu")
+    for is_there in (True, False):
+        monkeypatch.setattr(discovery, "has_intel_plugins", lambda is_there=is_there: is_there)
+        assert ("--emulate-npu" in discovery.advice("openvino", "npu")) == is_there
     monkeypatch.setattr(openvino.Core, "get_versions", lambda core, device: {})
     with pytest.raises(RuntimeUnavailable, match=r"no NPU plugin, .* draft with a bundle for the CPU"):
         npu_core(RuntimeOptions(emulate_npu=True))
@@ -222,11 +212,10 @@ def test_outrider_devices_lists_what_is_here_and_what_would_help(outrider: Outri
     """--json is one document with the same content."""
     document = json.loads(outrider("devices", "--json").out)
     assert document == json.loads(json.dumps(devices_as_json([find_runtime("openvino"), find_runtime("onnxruntime")])))
-    for entry in document["runtimes"]:
-        assert {device["device"] for device in entry["devices"]} >= {"cpu"}
     here = {(entry["runtime"], device["device"]) for entry in document["runtimes"] for device in entry["devices"]}
     missing = {(entry["runtime"], entry["device"]) for entry in document["missing"]}
-    assert missing == set(DRAFTS) - here and all(entry["help"] for entry in document["missing"])
+    assert here >= {("openvino", "cpu"), ("onnxruntime", "cpu")} and missing == set(DRAFTS) - here
+    assert all(entry["help"] for entry in document["missing"])
 
 
 def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_missing() -> None:
@@ -235,11 +224,10 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
         FoundDevice("CPUExecutionProvider", "a cpu", "cpu"),
         FoundDevice("XnnpackExecutionProvider", "x", None),
     )
-    nothing = FoundRuntime("openvino", None, ())
     for found, parts in (
         (CPU_ONLY, ["Some Processor", "--device cpu", "no NPU in OpenVINO", "no GPU in OpenVINO"]),
         (ALL_DEVICES["openvino"], ["a npu", "--device npu", "--device gpu"]),
-        (nothing, ['pip install "outrider[edge]"']),
+        (FoundRuntime("openvino", None, ()), ['pip install "outrider[edge]"']),
         (FoundRuntime("onnxruntime", None, ()), ['pip install "outrider[edge-onnxruntime]"']),
         (FoundRuntime("onnxruntime", "1", providers), ["no draft is made for it", "no GPU in ONNX Runtime"]),
     ):
@@ -273,13 +261,16 @@ def command(server: FakeServer, fake_bundle: Path) -> list[Any]:
 
 def test_a_run_says_what_drafted(outrider: Outrider, command: list[Any]) -> None:
     """In the summary and in the JSON; nothing where nothing drafts."""
-    shown = outrider(*command, "--runtime", "ngram")
-    assert "drafted by: n-gram lookup, no model" in shown.err
-    document = json.loads(outrider(*command, "--runtime", "ngram", "--json").out)
-    assert document["draft"] == Placement("ngram").as_json() and shown.out == document["text"]
-    alone = json.loads(outrider(*command, "--mode", "cloud-only", "--json").out)
-    assert alone["draft"] is None and alone["tokens"] == document["tokens"]
-    assert "drafted by" not in outrider(*command, "--mode", "cloud-only").err
+    texts = list[str]()
+    for how, words, data in (
+        (("--runtime", "ngram"), "drafted by: n-gram lookup, no model", Placement("ngram").as_json()),
+        (("--mode", "cloud-only"), "", None),
+    ):
+        shown, document = outrider(*command, *how), json.loads(outrider(*command, *how, "--json").out)
+        assert words in shown.err and ("drafted by" in shown.err) == bool(words)
+        assert document["draft"] == data and shown.out == document["text"]
+        texts.append(shown.out)
+    assert texts[0] == texts[1]
 
 
 def test_a_comparison_starts_from_nothing(fake_bundle: Path, outrider: Outrider) -> None:
@@ -297,32 +288,20 @@ def test_a_comparison_starts_from_nothing(fake_bundle: Path, outrider: Outrider)
 def test_a_comparison_of_a_text_that_is_too_short_is_refused(outrider: Outrider, command: list[Any]) -> None:
     """Eight tokens have no rate that a ratio could be made of; the texts are still compared."""
     document = json.loads(outrider(*command, "--runtime", "ngram", "--compare", "--json").out)
-    assert document["speed_up"] is None and document["speed_ups"] == [] and document["identical"] is True
+    assert document == document | {"speed_up": None, "speed_ups": [], "identical": True}
     assert document["speed_up_unknown"] in ("only 8 tokens", "the text came in one burst")
     about = outrider(*command, "--runtime", "ngram", "--compare").err
     assert "Too short to compare: " in about and "Raise --max-tokens." in about and "the same text" in about
 
 
 def test_the_prompt_is_read_from_standard_input_where_none_is_given(
-    server: FakeServer, fake_bundle: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+    outrider: Outrider, command: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newline that echo adds is no part of it; - says the same."""
-    options = [
-        "--cloud",
-        server.url,
-        "--draft",
-        fake_bundle,
-        "--seed",
-        "4",
-        "--max-tokens",
-        "6",
-        "--mode",
-        "cloud-only",
-    ]
-    texts = set()
-    for given, piped in ((["def def"], b""), ([], b"def def\n"), (["-"], b"def def")):
+    texts, (run, prompt, *options) = set[str](), command
+    for given, piped in (([prompt], b""), ([], prompt.encode() + b"\n"), (["-"], prompt.encode())):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
-        texts.add(outrider("run", *given, *options).out)
+        texts.add(outrider(run, *given, *options, "--mode", "cloud-only").out)
     assert len(texts) == 1
 
 
@@ -336,8 +315,8 @@ def test_a_provider_is_chosen_by_name_or_by_policy_and_the_one_that_ran_is_told(
     for asked in ("CPUExecutionProvider", "prefer-npu"):
         opened = open_drafter(bundle, DraftChoice(provider=asked), num_threads=1)
         opened.drafter.close()
-        assert opened.placement.words == "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"
-        assert opened.placement.notes == ()
+        found = opened.placement
+        assert (found.words, found.notes) == ("int8, ONNX Runtime on the CPU (CPUExecutionProvider)", ())
         assert ("no NPU took the model" in caplog.text) == (asked == "prefer-npu")
     for missing in (DraftChoice(provider="QNNExecutionProvider"), DraftChoice(device="npu")):
         with pytest.raises(RuntimeUnavailable, match="onnxruntime-qnn"):
