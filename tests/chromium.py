@@ -213,18 +213,13 @@ class Page:
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and violations of the content policy."""
-        found = [
-            str(e["entry"]["text"])
-            for e in self._browser.events_of(self._session, "Log.entryAdded")
-            if e["entry"]["level"] in ("error", "warning")
+        entries = [e["entry"] for e in self._browser.events_of(self._session, "Log.entryAdded")]
+        calls = self._browser.events_of(self._session, "Runtime.consoleAPICalled")
+        return [
+            *(str(entry["text"]) for entry in entries if entry["level"] in ("error", "warning")),
+            *(str(call["args"]) for call in calls if call["type"] in ("error", "warning", "assert")),
+            *map(str, self._browser.events_of(self._session, "Runtime.exceptionThrown")),
         ]
-        found += [
-            str(e["args"])
-            for e in self._browser.events_of(self._session, "Runtime.consoleAPICalled")
-            if e["type"] in ("error", "warning", "assert")
-        ]
-        found += [str(e) for e in self._browser.events_of(self._session, "Runtime.exceptionThrown")]
-        return found
 
 
 @contextmanager

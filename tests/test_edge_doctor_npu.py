@@ -6,7 +6,6 @@ import getpass
 import platform
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.commands import Outrider
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import fake_tokenizer
 from tests.test_bundle import make_manifest
 from tests.tiny_models import export_openvino, make_tiny_model
@@ -30,7 +30,6 @@ from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.runtimes.base import ModelLimits
 
 REAL = DraftChoice(device="npu")
 SHAPES = StaticShapes(prompt_len=64, response_len=128, step_len=4)
@@ -200,44 +199,20 @@ def test_a_wrong_fork_is_a_fault(delta: float | None, draft: Bundle, steps: Step
     assert report.is_faulty and "FAILED: 2 of 7 best tokens" in found["fork, cut back"]
 
 
-class Cutting:
-    """A runtime whose logits follow from all tokens; after a cut it may forget that it was cut."""
-
-    def __init__(self, *, forgets: bool, max_branches: int = 1) -> None:
-        self.limits, self.tokens = ModelLimits(50, 1000), list[int]()
-        self.forgets, self.max_branches = forgets, max_branches
-        self._extra = self.longest = 0
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def _row(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        seed = hash((tuple(tokens), self._extra)) % 2**32
-        return np.random.default_rng(seed).normal(size=self.limits.vocab_size).astype(np.float32)
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self.tokens += tokens
-        self.longest = max(self.longest, len(self.tokens))
-        return self._row(self.tokens)
-
-    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        return np.stack([self._row([*self.tokens, *branch]) for branch in branches])
+class Forgetting(FakeSequenceRuntime):
+    """After a cut it answers as another model would, until it begins anew."""
 
     def truncate(self, length: int) -> None:
-        self._extra = len(self.tokens) if self.forgets and length else 0
-        del self.tokens[length:]
-
-    def close(self) -> None:
-        return None
+        self._seed = np.uint64(self.length if length else 0)
+        super().truncate(length)
 
 
 @pytest.mark.parametrize("max_branches", [1, 16])
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_cut_that_leaves_a_trace_is_found(forgets: bool, max_branches: int) -> None:
+@pytest.mark.parametrize("kind", [FakeSequenceRuntime, Forgetting])
+def test_a_cut_that_leaves_a_trace_is_found(kind: type[FakeSequenceRuntime], max_branches: int) -> None:
     """By comparing each row with a run from the start."""
-    found = fork(Cutting(forgets=forgets, max_branches=max_branches), list(range(1, PROMPT + 20)))
-    assert found["num_rows"] == 7 and (found["num_equal"] < 7) == (found["delta"] > 0.0) == forgets
+    found = fork(kind(max_branches=max_branches), list(range(1, PROMPT + 20)))
+    assert found["num_rows"] == 7 and (found["num_equal"] < 7) == (found["delta"] > 0.0) == (kind is Forgetting)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +245,11 @@ def test_no_name_of_user_or_machine_stays_in_a_reason(monkeypatch: pytest.Monkey
 
 def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> None:
     """Both places compare the positions that the draft has."""
-    tokens, runtime = fixed_tokens(shortened(draft, 16)), Cutting(forgets=False)
+    tokens, runtime = fixed_tokens(shortened(draft, 16)), FakeSequenceRuntime(vocab_size=300, max_positions=32)
     assert len(tokens) == LEAST_POSITIONS == 32
-    assert scores(runtime, tokens).shape == (16, 50) and len(runtime.tokens) < 32
+    assert scores(runtime, tokens).shape == (16, 300) and runtime.length < 32
     runtime.truncate(0)
-    assert fork(runtime, tokens)["num_equal"] == 7 and runtime.longest <= 32
+    assert fork(runtime, tokens)["num_equal"] == 7
 
 
 def test_a_draft_of_too_short_texts_is_said_to_be_one(draft: Bundle, steps: Steps) -> None:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from tests.fake_runtime import FakeSequenceRuntime
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Calibration, forced_guess, shared_guess
@@ -23,7 +21,7 @@ from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.processors.processor_plan import ProcessorPlan
-from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
+from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import SessionRequest
 
@@ -32,38 +30,26 @@ SAMPLED = SamplingParams(0.8, seed=4)
 SEEDS = st.integers(0, 1 << 32)
 
 
-class Unbranched:
-    """A fake runtime that takes no branches, and counts the tokens that it runs."""
+class Unbranched(FakeSequenceRuntime):
+    """Takes no branches."""
 
-    def __init__(self, max_positions: int = 64) -> None:
-        self._inner = FakeSequenceRuntime(vocab_size=VOCAB, max_positions=max_positions, agreement=0.7)
-        self.num_run = 0
-        self.truncate, self.close = self._inner.truncate, self._inner.close
-
-    @property
-    def limits(self) -> ModelLimits:
-        return self._inner.limits
-
-    @property
-    def length(self) -> int:
-        return self._inner.length
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self.num_run += len(tokens)
-        return self._inner.extend(tokens)
+    extend_branches = extend_branches_of = open_sequence = None  # type: ignore[assignment]
 
 
-def branched(max_branches: int, max_positions: int = 64) -> FakeSequenceRuntime:
+HOW: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": 64, "agreement": 0.7}
+
+
+def branched(max_branches: int) -> FakeSequenceRuntime:
     """The same language, with branches."""
-    return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=max_positions, agreement=0.7, max_branches=max_branches)
+    return FakeSequenceRuntime(max_branches=max_branches, **HOW)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "one sequence": lambda: ModelDrafter(Unbranched()),
+    "one sequence": lambda: ModelDrafter(Unbranched(**HOW)),
     "branches": lambda: ModelDrafter(branched(3)),
     "lookup": NgramDrafter,
     "mixed": lambda: ModelDrafter(branched(8)).with_lookup(),
-    "mixed, one sequence": lambda: ModelDrafter(Unbranched()).with_lookup(),
+    "mixed, one sequence": lambda: ModelDrafter(Unbranched(**HOW)).with_lookup(),
 }
 
 
@@ -118,17 +104,18 @@ def test_the_first_guess_is_what_pick_takes() -> None:
 
 def test_a_fork_costs_only_its_own_tokens() -> None:
     """One sequence is cut back to the fork; several branches are one call."""
-    runtime = Unbranched()
+    run = list[int]()
+    runtime = Unbranched(on_step=run.extend, **HOW)
     drafter = ModelDrafter(runtime)
     assert isinstance(runtime, SequenceRuntime) and not isinstance(runtime, BranchingRuntime)
     drafter.begin([1] * 20, SAMPLED)
     for branch in ([], [2], [2, 3]):
         drafter.guess([branch], 2)
-    assert (runtime.num_run, drafter.max_branches) == (22, 1)
+    assert (len(run), drafter.max_branches) == (22, 1)
     drafter.guess([[2, 4]], 2)
     drafter.extend([2, 4])
     drafter.guess([[5]], 2)
-    assert runtime.num_run == 24
+    assert len(run) == 24
     calls = list[int]()
     together = FakeSequenceRuntime(vocab_size=VOCAB, on_branches=lambda each: calls.append(len(each)), max_branches=4)
     several = ModelDrafter(together)
@@ -139,7 +126,7 @@ def test_a_fork_costs_only_its_own_tokens() -> None:
 
 def test_a_draft_has_no_guess_after_a_token_that_it_does_not_have() -> None:
     """A target that is padded further may pick one; another text goes on, and so does a branch without it."""
-    for runtime in (FakeSequenceRuntime(vocab_size=VOCAB), Unbranched()):
+    for runtime in (FakeSequenceRuntime(vocab_size=VOCAB), Unbranched(**HOW)):
         drafter = ModelDrafter(runtime, 12)
         drafter.begin([1, 2, 3], SamplingParams())
         first, second, third = drafter.guess([[], [4], [VOCAB]], 2)

@@ -232,8 +232,7 @@ def test_pull_then_run(
     drafted, text = json.loads(shown.out), json.loads(outrider(*asked, "--mode", "cloud-only").out)["text"]
     assert drafted["draft"]["runtime"] == "openvino" and drafted["acceptance_rate"] == 1.0
     assert opened_models == [bundle / "openvino_model.xml"]
-    assert f"draft: cpu, pulled from {server.url}" in shown.err
-    assert drafted["text"] == text and len(text) > 20
+    assert f"draft: cpu, pulled from {server.url}" in shown.err and drafted["text"] == text and len(text) > 20
     (bundle / "openvino_model.bin").write_bytes(b"damaged")
     message = outrider(*asked, code=2).err
     assert "the pulled draft is damaged: " in message and "; run `outrider pull` again\n" in message

@@ -36,23 +36,18 @@ ONE = GenerationRequest(PROMPT, max_tokens=1)
 Answer = Callable[[httpx.Request], httpx.Response]
 
 
-class CutStream(httpx.AsyncByteStream):
-    """Yields its bytes, then either ends or loses the connection."""
-
-    def __init__(self, data: bytes, is_cut: bool) -> None:
-        self._data, self._is_cut = data, is_cut
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self._data
-        if self._is_cut:
-            raise httpx.ReadError("connection reset")
+async def cut_after(data: bytes, is_cut: bool = True) -> AsyncIterator[bytes]:
+    """Yields the bytes, then either ends or loses the connection."""
+    yield data
+    if is_cut:
+        raise httpx.ReadError("connection reset")
 
 
 def session(*events: SessionOpen | Commit | SessionEnd) -> Answer:
     """Answers with these events; without a SessionEnd the connection breaks after the last."""
     data = b"".join(b"data: " + event.model_dump_json().encode() + b"\n\n" for event in events)
     is_cut = not isinstance(events[-1], SessionEnd)
-    return lambda _: httpx.Response(200, stream=CutStream(data, is_cut))
+    return lambda _: httpx.Response(200, content=cut_after(data, is_cut))
 
 
 def opened(stop_ids: tuple[int, ...] = (EOS,), max_positions: int | None = None) -> SessionOpen:
@@ -173,7 +168,7 @@ async def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
 async def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
     """Its status is unreliable then, so the session is tried again."""
     script = Script(
-        lambda _: httpx.Response(500, stream=CutStream(b'{"error":', is_cut=True)),
+        lambda _: httpx.Response(500, content=cut_after(b'{"error":')),
         session(opened(), Commit(base=0, tokens=[5]), ended()),
     )
     assert (await stream(script, ONE)).tokens == (5,) and len(script.requests) == 2

@@ -105,8 +105,7 @@ async def test_a_late_draft_joins_when_it_is_ready() -> None:
                 gate.allow(1)
             await asyncio.sleep(0.002)
     result = task.result()
-    assert result.tokens == truth(whole(LONG, SAMPLED, 64))
-    assert result.num_sent > 0 and sum(result.hits.values()) > 0
+    assert result.tokens == truth(whole(LONG, SAMPLED, 64)) and result.num_sent > 0 and sum(result.hits.values()) > 0
 
 
 def test_pieces_follow_the_time_that_they_take() -> None:
@@ -239,5 +238,4 @@ def test_texts_of_one_model_share_calls_and_a_fault_is_one_texts_own() -> None:
     jobs = [Job(name, opened(model.open_sequence()), 3, turns) for name in "abc"]
     jobs[1].drafter.begin([9, 9], SAMPLED)
     _, found = run_jobs(jobs)
-    assert [type(error) for error in found] == [type(None), ModelFault, type(None)]
-    assert sorted(turns) == [*"aaaccc"]
+    assert [type(error) for error in found] == [type(None), ModelFault, type(None)] and sorted(turns) == [*"aaaccc"]

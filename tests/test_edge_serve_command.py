@@ -7,9 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -30,13 +30,6 @@ from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
 from outrider.models.process import watched_files
-from outrider.models.wire.protocol import ModelFacts
-
-Look = Callable[[LocalCore], Awaitable[None]]
-
-
-async def nothing(_: LocalCore) -> None:
-    """Looks at nothing."""
 
 
 @dataclass
@@ -45,7 +38,7 @@ class Started:
 
     opened: list[Path]
     cores: list[LocalCore] = field(default_factory=list)
-    look: Look = nothing
+    look: Callable[[LocalCore], Awaitable[None]] = AsyncMock()
 
 
 @pytest.fixture
@@ -71,15 +64,20 @@ def started(config: Path, shelf: Shelf, opened_models: list[Path], monkeypatch: 
     return found
 
 
+def shelved(shelf: Shelf, digit: str, server: str) -> None:
+    """A draft that was pulled from a server; one with a higher digit later."""
+    make_draft(shelf.root / "new", content=digit.encode()).path.rename(shelf.place(digit * 64))
+    shelf.note(digit * 64, "target", PulledFor(model="fake", server=server, name="d", at_s=float(digit)))
+
+
 def test_everything_comes_from_the_file(config: Path, started: Started, tmp_path: Path, outrider: Outrider) -> None:
     """As a service runs it: the draft that was pulled, and to each cloud its own key."""
     key_file(config.parent).rename(config.parent / "first.key")
     key_file(config.parent, OTHER_KEY).rename(config.parent / "second.key")
     make_draft(tmp_path / "drafts" / "cpu")
-    asked: list[ModelFacts] = []
 
     async def look(core: LocalCore) -> None:
-        asked.extend([await client.model_facts() for client in core.upstream._clients])
+        assert [(await client.model_facts()).name for client in core.upstream._clients] == ["fake", "fake"]
 
     started.look = look
     with (
@@ -94,11 +92,9 @@ def test_everything_comes_from_the_file(config: Path, started: Started, tmp_path
         )
         pulled = Path(outrider("pull").out.strip())
         shown = outrider("serve")
-    assert [each.name for each in asked] == ["fake", "fake"]
     assert f"draft: cpu, pulled from {first.url}" in shown.err
     assert started.opened == [pulled / "openvino_model.xml"]
-    (core,) = started.cores
-    assert core.settings.max_requests == 3 and core.settings.depth == "4"
+    assert [(core.settings.max_requests, core.settings.depth) for core in started.cores] == [(3, "4")]
 
 
 def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
@@ -107,10 +103,8 @@ def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
     """A service may start before the network does; with nothing pulled from there it takes the reference draft."""
     url = nowhere()
     monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOADING_S", 0.0)
-    for number, (server, at_s) in enumerate([(url, 1.0), (url, 2.0), ("http://other", 3.0)], 1):
-        sha256 = str(number) * 64
-        make_draft(shelf.root / "new", content=sha256.encode()).path.rename(shelf.place(sha256))
-        shelf.note(sha256, "target", PulledFor(model="fake", server=server, name="d", at_s=at_s))
+    for number, server in enumerate((url, url, "http://other"), 1):
+        shelved(shelf, str(number), server)
     shown = outrider("serve", "--port", "0", "--cloud", url).err
     assert started.opened == [shelf.place("2" * 64) / "openvino_model.xml"]
     assert shown.count(f"No verifier answers at {url}") == 1 and f"draft: d, pulled from {url}" in shown
@@ -127,9 +121,7 @@ def test_keys_of_clients_are_read_again(
     config: Path, started: Started, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new key is accepted without a restart, and one that is gone is refused."""
-    own, draft = tmp_path / "own.keys", make_draft(tmp_path / "draft").path
-    own.write_text(f"{KEY}\n")
-    own.chmod(0o600)
+    own, draft = key_file(tmp_path), make_draft(tmp_path / "draft").path
     monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
 
     async def look(core: LocalCore) -> None:
@@ -144,8 +136,7 @@ def test_keys_of_clients_are_read_again(
 
     started.look = look
     with serve_fake() as cloud:
-        options = ["--port", "0", "--cloud", cloud.url, "--draft", str(draft), "--api-key-file", str(own)]
-        outrider("serve", *options)
+        outrider("serve", "--port", "0", "--cloud", cloud.url, "--draft", draft, "--api-key-file", own)
     assert len(started.cores) == 1
 
 
@@ -179,9 +170,9 @@ def test_typed_options_without_effect_are_refused(config: Path, started: Started
     config.write_text(
         "[serve]\nport = 0\nmax_own = 9\noffline_ok = true\nthreads = 2\nany_user = true\n", encoding="utf-8"
     )
-    draft = str(make_draft(config.parent / "draft").path)
-    outrider("serve", *keyed, "--max-requests", "4", "--runtime", "ngram", "--draft", draft, "--cloud", nowhere())
-    assert started.cores[0].offline is None  # copied passages are no text
+    draft = ["--draft", make_draft(config.parent / "draft").path, "--runtime", "ngram", "--cloud", nowhere()]
+    outrider("serve", *keyed, "--max-requests", "4", *draft)
+    assert [core.offline for core in started.cores] == [None]  # copied passages are no text
 
 
 def test_a_verifier_that_never_answers_delays_the_start_little(
@@ -192,13 +183,11 @@ def test_a_verifier_that_never_answers_delays_the_start_little(
     monkeypatch.setattr("outrider.edge.cli.placing.LINK_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        make_draft(shelf.root / "new").path.rename(shelf.place("1" * 64))
-        shelf.note("1" * 64, "target", PulledFor(model="fake", server=url, name="d", at_s=1.0))
+        shelved(shelf, "1", url)
         began = time.monotonic()
         shown = outrider("serve", "--port", "0", "--cloud", url).err
-        took_s = time.monotonic() - began
+        assert len(started.cores) == 1 and time.monotonic() - began < 10.0
     assert f"No verifier answers at {url} within 0.2 s." in shown and f"draft: d, pulled from {url}" in shown
-    assert len(started.cores) == 1 and took_s < 10.0
 
 
 def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
@@ -212,9 +201,7 @@ def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
         connection.sendall(NOT_FOUND)
 
     monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
-    with raw_server(slow) as cloud, ExitStack() as stack:
-        stack.callback(may_answer.set)
-        local = stack.enter_context(serve_local(cloud.url))
+    with raw_server(slow) as cloud, serve_local(cloud.url) as local:
         assert httpx.get(f"{local.url}/health/live").status_code == 200
         assert "it is still looked for" in caplog.text and "requests get 503" not in caplog.text
         may_answer.set()
@@ -232,15 +219,12 @@ def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
     config: Path, started: Started, tmp_path: Path, outrider: Outrider
 ) -> None:
     """A list of keys in --key-file, and one file for both, are refused with what each option is for."""
-    several, one = tmp_path / "several", key_file(tmp_path)
-    several.write_text(f"{KEY}\n{OTHER_KEY}\n", encoding="utf-8")
-    several.chmod(0o600)
+    several = key_file(tmp_path, f"{KEY}\n{OTHER_KEY}").rename(tmp_path / "several")
+    shared = key_file(tmp_path, OTHER_KEY, 0o644).rename(tmp_path / "shared")
+    one = key_file(tmp_path)
     both = (
         f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that clients"
     )
-    shared = tmp_path / "shared"
-    shared.write_text(OTHER_KEY, encoding="utf-8")
-    shared.chmod(0o644)
     for options, endpoint, message in (
         (["--api-key-file", shared], "", "can be read or written by other users (mode 0644); expected 0600"),
         (["--key-file", several], "", "holds 2 lines; expected one line with the key for the verifier; keys that"),
@@ -250,6 +234,6 @@ def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
         ([], f"key_file = '{several}'\n", "keys that clients of this endpoint send belong into --api-key-file"),
     ):
         config.write_text(f"[[endpoint]]\nurl = 'https://a.example'\n{endpoint}", encoding="utf-8")
-        shown = outrider("serve", "--port", "0", *map(str, options), code=2).err
+        shown = outrider("serve", "--port", "0", *options, code=2).err
         assert message in shown and KEY not in shown, shown
     assert started.cores == []
