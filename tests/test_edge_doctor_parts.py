@@ -39,7 +39,6 @@ from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, pro
 from outrider.models.wire.protocol import PROTOCOL_VERSION
 
 CPU = FoundDevice("CPU", "Some Processor", "cpu")
-NGRAM = DraftChoice("ngram")
 
 
 def find_cpu(runtime: ModelRuntime) -> FoundRuntime:
@@ -87,7 +86,7 @@ def test_devices_are_listed_and_a_broken_runtime_is_a_fault(tmp_path: Path) -> N
 
 def test_probes_run_in_a_process_of_their_own(fake_bundle: Path) -> None:
     """A draft is timed; a model that a runtime cannot read is an error in one line."""
-    assert profile_draft(str(fake_bundle), NGRAM).token_ms < 1000.0
+    assert profile_draft(str(fake_bundle), DraftChoice("ngram")).token_ms < 1000.0
     with pytest.raises(ProbeFailed) as found:
         profile_draft(str(fake_bundle), DraftChoice())
     assert "\n" not in str(found.value) and "Traceback" not in str(found.value)
@@ -148,19 +147,16 @@ def test_packages_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.status for each in guarded("packages", check_packages)] == ["fault"]
 
 
-LESS = "draft less: --effort low"
-
-
 def test_memory_disk_and_battery(tmp_path: Path) -> None:
     """Warnings with numbers; a machine without a battery is fine."""
-    gib, folder = 1 << 30, tmp_path / "not" / "there"
+    gib, folder, less = 1 << 30, tmp_path / "not" / "there", "draft less: --effort low"
     memory = SimpleNamespace(available=gib, total=8 * gib)
     for checked, status, found, advice in (
         (check_memory(2 * gib, memory), "warning", "1.0 of 8.0 GiB free; the draft needs about 2.3", ""),
         (check_memory(None, memory), "ok", "", ""),
         (check_disk(folder, lambda path: SimpleNamespace(free=gib)), "warning", "", ""),
         (check_disk(folder, lambda path: SimpleNamespace(free=9 * gib)), "ok", "", ""),
-        (check_power(lambda: SimpleNamespace(percent=31.2, power_plugged=False)), "warning", "on battery, 31 %", LESS),
+        (check_power(lambda: SimpleNamespace(percent=31.2, power_plugged=False)), "warning", "on battery, 31 %", less),
         (check_power(lambda: SimpleNamespace(percent=99, power_plugged=True)), "ok", "", ""),
         (check_power(lambda: None), "ok", "", ""),
     ):

@@ -27,7 +27,6 @@ from outrider.models.wire.protocol import SessionRequest
 
 VOCAB = 30
 SAMPLED = SamplingParams(0.8, seed=4)
-SEEDS = st.integers(0, 1 << 32)
 
 
 class Unbranched(FakeSequenceRuntime):
@@ -55,7 +54,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @settings(deadline=None, max_examples=30)
-@given(seed=SEEDS)
+@given(seed=st.integers(0, 1 << 32))
 def test_guesses_are_those_of_a_fresh_drafter(kind: str, seed: int) -> None:
     """After any branches, commits along them or across them, new texts, and at the longest sequence too."""
     chance, drafter = random.Random(seed), DRAFTERS[kind]()
@@ -183,15 +182,14 @@ def test_lookup_and_model_guess_into_one_tree() -> None:
 
 # -- inside a grammar --------------------------------------------------------------------------------------------------
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["colour", "count"],
-    "additionalProperties": False,
-}
-COLOURS = GrammarSpec.json_schema(SCHEMA)
-PROMPT = [5, 9, 40]
-PARAMS = SamplingParams(temperature=0.8, seed=3)
+COLOURS = GrammarSpec.json_schema(
+    {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+)
 
 
 Make = Callable[..., tuple[ModelDrafter, list[Sequence[int]]]]
@@ -202,14 +200,14 @@ def make(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Make:
     """`make(spec, prompt)`: a drafter in the grammar, and the tokens of each call of its model."""
 
     def begin(
-        spec: GrammarSpec = COLOURS, prompt: Sequence[int] = PROMPT, *, is_looked_up: bool = False, **plan: Any
+        spec: GrammarSpec = COLOURS, prompt: Sequence[int] = (5, 9, 40), *, is_looked_up: bool = False, **plan: Any
     ) -> tuple[ModelDrafter, list[Sequence[int]]]:
         calls = list[Sequence[int]]()
         drafter = ModelDrafter(
             FakeSequenceRuntime(vocab_size=tokenizer.size + 33, on_step=calls.append), tokenizer.size
         )
         drafter = drafter.with_lookup() if is_looked_up else drafter
-        drafter.begin(prompt, PARAMS, ProcessorPlan(grammar=compiler.compile(spec), **plan))
+        drafter.begin(prompt, SAMPLED, ProcessorPlan(grammar=compiler.compile(spec), **plan))
         return drafter, calls
 
     return begin

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
-from tests.hostile_answers import event, opened
+from tests.hostile_answers import USAGE, event, opened
 from tests.raw_server import RawServer, raw_server
 from tests.serving import FakeServer
 from tests.waiting import TIMEOUT_S, wait_until
@@ -202,9 +202,7 @@ async def test_texts_one_after_the_other_share_a_connection(
 
 async def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next text connects anew; nobody waits for longer than a moment, and closing the client in it is safe."""
-    counts = ("prompt_tokens", "completion_tokens", "target_passes", "accepted_prediction_tokens")
-    usage = dict.fromkeys((*counts, "rejected_prediction_tokens"), 0)
-    data, closed = opened(300) + event(type="end", reason="stop", usage=usage), list[bytes]()
+    data, closed = opened(300) + event(type="end", reason="stop", usage=USAGE), list[bytes]()
 
     def reply(server: RawServer, connection: socket.socket) -> None:
         connection.sendall(data)
