@@ -145,9 +145,9 @@ def test_a_value_for_all_commands_may_be_too_much_for_some(
     assert shown(outrider, "run")["max_tokens"] == (1000, "file", "line 2")
     expected = "a whole number, at least 2, at most 512 for `outrider demo`"
     assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in outrider("demo", code=2).err
+    assert json.loads(outrider("config", "--json").out)["commands"]["demo"]["error"].endswith(expected)
     shows = "".join(outrider("config").out.split())
     assert "[run]" in shows and "[demo]cannotrun:" in shows and "atmost512for`outriderdemo`" in shows
-    assert json.loads(outrider("config", "--json").out)["commands"]["demo"]["error"].endswith(expected)
 
 
 def test_a_variable_of_the_wrong_type_is_named(
@@ -155,10 +155,8 @@ def test_a_variable_of_the_wrong_type_is_named(
 ) -> None:
     """Not the option, which nobody typed."""
     monkeypatch.setenv("OUTRIDER_MAX_TOKENS", "many")
-    assert (
-        outrider("run", "hello", "--draft", "nowhere", code=2).err
-        == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
-    )
+    error = outrider("run", "hello", "--draft", "nowhere", code=2).err
+    assert error == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
     outrider("devices", "--help")
 
 
@@ -270,17 +268,6 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert re.search(r"not a regular file|Is a directory", refusal(tmp_path))
 
 
-def test_a_run_sends_the_endpoints_key(config: Path, fake_bundle: Path, outrider: Outrider) -> None:
-    """An [[endpoint]] is enough: address and key come from the file."""
-    key_file(config.parent)
-    command = ["run", "def", "--draft", str(fake_bundle), "--mode", "cloud-only", "--max-tokens", "4"]
-    with serve_fake(ServerSettings(keys=KeyRing([KEY]))) as server:
-        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\n", encoding="utf-8")
-        assert "requires an API key" in outrider(*command, code=2).err
-        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
-        outrider(*command)
-
-
 def test_a_key_and_a_key_file_from_one_place_are_refused(
     config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,21 +337,19 @@ def test_a_typed_option_comes_before_a_configured_one_that_contradicts_it(
     assert "no device runs it" in outrider("run", "text", code=2).err
 
 
-def test_a_pull_gets_address_and_key_from_the_file(
+def test_address_and_key_come_from_the_file(
     config: Path, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The preferred endpoint, with its own key; --server goes elsewhere without it."""
+    """For a text and for a pull: the preferred endpoint, with its own key; --server goes elsewhere without it."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     key_file(config.parent)
-    make_draft(tmp_path / "drafts" / "cpu")
-    with (
-        serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path / "drafts") as server,
-        serve_fake(ServerSettings(keys=KeyRing([KEY]))) as other,
-    ):
-        config.write_text(
-            f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
-            encoding="utf-8",
-        )
+    draft, settings = make_draft(tmp_path / "drafts" / "cpu").path, ServerSettings(keys=KeyRing([KEY]))
+    command = ["run", "def", "--draft", draft, "--mode", "cloud-only", "--max-tokens", "4"]
+    with serve_fake(settings, drafts=tmp_path / "drafts") as server, serve_fake(settings) as other:
+        for key, code, words in (("", 2, "requires an API key"), ("key_file = 'cloud.key'\n", 0, "")):
+            endpoints = f"[[endpoint]]\nurl = '{server.url}'\n{key}[[endpoint]]\nurl = 'http://127.0.0.1:1'\n"
+            config.write_text(endpoints, encoding="utf-8")
+            assert words in outrider(*command, code=code).err
         assert Path(outrider("pull").out.strip()).parent == tmp_path / "cache" / "drafts"
         monkeypatch.setenv("OUTRIDER_CLOUD", f"{server.url} {other.url}")
         assert f"at {server.url}" in outrider("pull", "--list").out

@@ -104,10 +104,15 @@ def test_cost_model_stays_in_range(acceptance: float, step: float, extra: float,
 
 
 def test_cost_model_runs_further_ahead_for_a_better_draft_and_a_longer_way() -> None:
-    """Depth grows with acceptance and, while acceptance allows it, with the round trip."""
+    """Depth grows with acceptance and, while acceptance allows it, with the round trip. So does the block of stop-and-
+    wait; `tools/simulate.py` finds the same blocks best by search.
+    """
     assert 0 < depth_at(0.4) < depth_at(0.65) < depth_at(0.9)
     assert depth_at(0.8, rtt_ms=0.0) < depth_at(0.8, rtt_ms=100.0)
     assert depth_at(0.3, extra_ms=40.0) == 0  # tokens that cost a step each are not drafted
+    for rtt_ms, expected in ((0.0, range(3, 10)), (50.0, range(5, 12))):
+        estimates = estimates_at(0.65, step_ms=40.0, extra_ms=1.2, draft_ms=1.5, rtt_ms=rtt_ms)
+        assert CostModelDepth(estimates).block() in expected
 
 
 def test_the_answer_is_what_one_pass_verifies_and_the_depth_is_more() -> None:
@@ -115,6 +120,9 @@ def test_the_answer_is_what_one_pass_verifies_and_the_depth_is_more() -> None:
     e = estimates_at(0.8, rtt_ms=0.0)
     plan = CostModelDepth(e).plan()
     assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, MAX_BLOCK) < plan.depth
+    # On predictable text a pass verifies the longest block, and twice as much is drafted ahead.
+    sure = CostModelDepth(estimates_at(1.0, step_ms=10.0, extra_ms=0.01, draft_ms=0.5, rtt_ms=10.0)).plan()
+    assert sure.answer > 16 and sure.depth == MAX_DEPTH
     ks = [best_verified(0.65, 40.0, extra, 16) for extra in (0.1, 1.2, 5.0, 20.0)]
     assert ks == sorted(ks, reverse=True) and ks[0] > ks[-1]  # more where they are cheaper
 
@@ -200,13 +208,6 @@ def test_a_device_whose_drafting_is_off_sends_a_probe_now_and_then() -> None:
     assert other.is_on
 
 
-@pytest.mark.parametrize(("rtt_ms", "expected"), [(0.0, range(3, 10)), (50.0, range(5, 12))], ids=["no-network", "far"])
-def test_the_block_for_stop_and_wait_grows_with_the_round_trip(rtt_ms: float, expected: range) -> None:
-    """`tools/simulate.py` finds the same blocks best by search."""
-    controller = CostModelDepth(estimates_at(0.65, step_ms=40.0, extra_ms=1.2, draft_ms=1.5, rtt_ms=rtt_ms))
-    assert controller.block() in expected
-
-
 def test_a_node_must_be_worth_its_cost() -> None:
     """The floor rises with the draft's time and falls with the step's; less effort, and more energy is saved.
 
@@ -221,9 +222,3 @@ def test_a_node_must_be_worth_its_cost() -> None:
     assert floor(Effort.HIGH) < floor(Effort.NORMAL) < floor(Effort.LOW)
     assert floor() == pytest.approx((0.1 * 10.0 + 0.1) / 40.0, rel=0.02)
     assert floor(Effort.HIGH, draft_ms=0.05, step_ms=200.0) == LEAST_REACH
-
-
-def test_deep_sure_drafts_are_asked_for_on_predictable_text() -> None:
-    """Where nearly all is accepted a pass verifies the longest block, and twice as much is drafted ahead."""
-    plan = CostModelDepth(estimates_at(1.0, step_ms=10.0, extra_ms=0.01, draft_ms=0.5, rtt_ms=10.0)).plan()
-    assert plan.answer > 16 and plan.depth == MAX_DEPTH

@@ -173,30 +173,30 @@ def test_a_draft_that_does_not_load_is_not_tried_again(draft: Bundle, steps: Ste
 
 
 @pytest.mark.parametrize(
-    ("rows", "is_faulty", "name", "words"),
+    ("rows", "fork", "is_faulty", "name", "words"),
     [
-        (ROWS + np.float32(0.2), False, "logits", "largest difference 0.2"),
-        (np.roll(ROWS, 1, axis=1), True, "logits", "FAILED: largest difference 9"),
-        (np.roll(ROWS, 1, axis=1), True, "equal picks", f"0 of {POSITIONS} greedy"),
-        (np.full_like(ROWS, np.nan), True, "equal picks", "FAILED"),
+        (ROWS + np.float32(0.2), {}, False, "logits", "largest difference 0.2"),
+        (np.roll(ROWS, 1, axis=1), {}, True, "logits", "FAILED: largest difference 9"),
+        (np.roll(ROWS, 1, axis=1), {}, True, "equal picks", f"0 of {POSITIONS} greedy"),
+        (np.full_like(ROWS, np.nan), {}, True, "equal picks", "FAILED"),
+        (ROWS, {"delta": 3.0, "num_equal": 2}, True, "fork, cut back", "FAILED: 2 of 7 best tokens"),
+        (ROWS, {"delta": None, "num_equal": 2}, True, "fork, cut back", "FAILED: 2 of 7 best tokens"),
     ],
-    ids=["a little", "other logits", "other picks", "no numbers"],
+    ids=["a little", "other logits", "other picks", "no numbers", "another fork", "a fork without numbers"],
 )
 def test_an_npu_that_computes_something_else_is_a_fault(
-    draft: Bundle, steps: Steps, rows: NDArray[np.float32], is_faulty: bool, name: str, words: str
+    draft: Bundle,
+    steps: Steps,
+    rows: NDArray[np.float32],
+    fork: dict[str, Any],
+    is_faulty: bool,
+    name: str,
+    words: str,
 ) -> None:
     """Beyond what the draft's check allows; below it the difference is only told."""
-    steps.rows["npu"] = rows
+    steps.rows["npu"], steps.fork = rows, fork
     report, found = examined(draft)
     assert report.is_faulty == is_faulty and found[name].startswith(words)
-
-
-@pytest.mark.parametrize("delta", [3.0, None])
-def test_a_wrong_fork_is_a_fault(delta: float | None, draft: Bundle, steps: Steps) -> None:
-    """Also where its logits are not finite."""
-    steps.fork = {"delta": delta, "num_equal": 2}
-    report, found = examined(draft)
-    assert report.is_faulty and "FAILED: 2 of 7 best tokens" in found["fork, cut back"]
 
 
 class Forgetting(FakeSequenceRuntime):
@@ -229,18 +229,14 @@ def test_a_cut_that_leaves_a_trace_is_found(kind: type[FakeSequenceRuntime], max
         ("/data/secret dir/x.xml is gone", "<path> is gone"),
         ("No such file: '/data/secret dir/my x.xml' [2]", "No such file: '<path>' [2]"),
         ("~ann/secret dir/x", "<path>"),
+        ("ann on anns-laptop.home, or anns-laptop: planned", "<name> on <name>, or <name>: planned"),
     ],
 )
-def test_no_path_stays_in_a_reason(text: str, left: str | None) -> None:
-    """Addresses and the NPU's device node are no such paths."""
-    assert without_names(text) == (text if left is None else left)
-
-
-def test_no_name_of_user_or_machine_stays_in_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As whole words only."""
+def test_no_path_and_no_name_stays_in_a_reason(text: str, left: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and the NPU's device node are no such paths; names are the user's and the machine's, as whole words."""
     monkeypatch.setattr("getpass.getuser", lambda: "ann")
     monkeypatch.setattr("platform.node", lambda: "anns-laptop.home")
-    assert without_names("ann on anns-laptop.home, or anns-laptop: planned") == "<name> on <name>, or <name>: planned"
+    assert without_names(text) == (text if left is None else left)
 
 
 def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> None:

@@ -21,7 +21,6 @@ from tests.test_edge_page_events import ask, completion, events_of, whole_text
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.models.http.security import KeyRing
 from outrider.models.visible import visible
-from outrider.models.wire.protocol import RenderAnswer
 
 
 @contextmanager
@@ -179,8 +178,10 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
         own.wait_until(own.is_at_rest)
 
 
-def test_a_comparison_shows_equal_texts(local: LocalEndpoint, browser: Browser) -> None:
-    """Both times, and that the texts are equal; the slider works by keys and says its value."""
+def test_a_comparison_and_a_conversation(local: LocalEndpoint, browser: Browser) -> None:
+    """Both times, and that the texts are equal; the slider works by keys and says its value. In a chat each turn is
+    sent with those before it, and a new conversation forgets them.
+    """
     with opened(browser, local.url) as page:
         fill(page, max_tokens=12, prompt=PROMPT)
         page.js("document.getElementById('delay').focus()")
@@ -193,6 +194,17 @@ def test_a_comparison_shows_equal_texts(local: LocalEndpoint, browser: Browser) 
             times = page.js(f"[...document.querySelectorAll('#{row} td')].map((cell) => cell.textContent)")
             assert re.fullmatch(r"\d+\.\d\d s", times[0]) and re.fullmatch(r"\d+ ms", times[1]), times
             assert int(times[1].removesuffix(" ms")) >= 50
+        chat(page)
+        messages: list[dict[str, str]] = []
+        for number, words in enumerate(("zip(", "drafts"), 2):
+            done(page, number, prompt=words)
+            messages.append(message("user", words))
+            asked = {"messages": messages, "max_tokens": 12, "temperature": 0.8, "seed": 5}
+            answer = local.post(asked, "/v1/chat/completions")["choices"][0]["message"]["content"]
+            messages.append(message("assistant", answer))
+            assert turns_of(page) == [visible(each["content"]) for each in messages]
+        click(page, "new")
+        assert turns_of(page) == []
 
 
 def test_the_policy_stops_what_the_page_does_not_do(local: LocalEndpoint, browser: Browser) -> None:
@@ -226,22 +238,6 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(cloud: FakeServer, browser: 
             done(page, 1, max_tokens=8)
             kept = page.js("[localStorage.length, sessionStorage.length, document.cookie, location.href, name]")
             assert kept == [0, 0, "", f"{own.url}/", ""]
-
-
-def test_a_conversation(local: LocalEndpoint, browser: Browser) -> None:
-    """Each turn is sent with those before it, and a new conversation forgets them."""
-    with opened(browser, local.url) as page:
-        chat(page, max_tokens=12)
-        messages: list[dict[str, str]] = []
-        for number, words in enumerate(("zip(", "drafts"), 1):
-            done(page, number, prompt=words)
-            messages.append(message("user", words))
-            asked = {"messages": messages, "max_tokens": 12, "temperature": 0.8, "seed": 5}
-            answer = local.post(asked, "/v1/chat/completions")["choices"][0]["message"]["content"]
-            messages.append(message("assistant", answer))
-            assert turns_of(page) == [visible(each["content"]) for each in messages]
-        click(page, "new")
-        assert turns_of(page) == []
 
 
 ASK = """fetch(%s, {
@@ -300,8 +296,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 def num_tokens(cloud: FakeServer, messages: list[dict[str, str]]) -> int:
     """By the target's template."""
-    answer = httpx.post(f"{cloud.url}/v1/render", json={"messages": messages}, timeout=30.0)
-    return len(RenderAnswer.model_validate_json(answer.content).tokens)
+    return len(httpx.post(f"{cloud.url}/v1/render", json={"messages": messages}, timeout=30.0).json()["tokens"])
 
 
 def test_the_oldest_turns_are_dropped_and_the_system_message_stays(
@@ -343,7 +338,7 @@ def test_the_page_goes_on_with_a_notice(small: LocalEndpoint, browser: Browser) 
             done(page, number, prompt=f"{number} drafts tokens")
         turns = turns_of(page)
         assert len(turns) == 2 * number and turns[0] == "1 drafts tokens"
-        notice = text_of(page, "text").split(f"The context of {CONTEXT} tokens is full: the ")[1]
+        _, notice = text_of(page, "text").split(f"The context of {CONTEXT} tokens is full: the ")
         assert "The model no longer sees what stands above." in notice
         above = page.js("[...document.getElementById('text').children].findIndex((each) => each.matches('.dropped'))")
         assert 0 < above < 2 * number - 1 and above % 2 == 0

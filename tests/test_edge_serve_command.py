@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -38,7 +38,7 @@ class Started:
 
     opened: list[Path]
     cores: list[LocalCore] = field(default_factory=list)
-    look: Callable[[LocalCore], Awaitable[None]] = AsyncMock()
+    look: Callable[[LocalCore], Awaitable[None]] = field(default_factory=AsyncMock)
 
 
 @pytest.fixture
@@ -46,19 +46,12 @@ def started(config: Path, shelf: Shelf, opened_models: list[Path], monkeypatch: 
     """Lets the command do everything but serve, with a fake model and a cache of this test's own."""
     found = Started(opened_models)
 
-    class Server:
-        def __init__(self, core: LocalCore, **_: object) -> None:
-            self._core = core
+    async def serve(core: LocalCore) -> None:
+        found.cores.append(core)
+        await found.look(core)
+        await core.aclose()
 
-        def run(self, sockets: list[socket.socket]) -> None:
-            found.cores.append(self._core)
-            run(self._serve())
-
-        async def _serve(self) -> None:
-            await found.look(self._core)
-            await self._core.aclose()
-
-    monkeypatch.setattr(command, "LocalServer", Server)
+    monkeypatch.setattr(command, "LocalServer", lambda core, **_: Mock(run=lambda sockets: run(serve(core))))
     monkeypatch.setattr(command, "configure_logging", lambda format_: None)
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: pytest.fail("took the reference"))
     return found
