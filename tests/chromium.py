@@ -180,13 +180,11 @@ class Page:
 
     def press(self, key: str, modifiers: int = 0) -> None:
         """A key, down and up."""
-        how = dict(KEYS[key])
-        if modifiers & CTRL:
-            how.pop("text", None)
-        kind = "keyDown" if "text" in how else "rawKeyDown"
-        self.call("Input.dispatchKeyEvent", type=kind, modifiers=modifiers, **how)
-        how.pop("text", None)
-        self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **how)
+        up = {name: value for name, value in KEYS[key].items() if name != "text"}
+        is_typed = "text" in KEYS[key] and not modifiers & CTRL
+        down = {"type": "keyDown", **KEYS[key]} if is_typed else {"type": "rawKeyDown", **up}
+        for event in (down, {"type": "keyUp", **up}):
+            self.call("Input.dispatchKeyEvent", modifiers=modifiers, **event)
 
     def type(self, text: str) -> None:
         """Text into what has the focus."""

@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from tests.commands import KEY, OTHER_KEY, Outrider, commands_group, key_file
 from tests.drafts import make_draft
@@ -189,7 +188,7 @@ def test_the_example_names_every_option_and_is_never_written_twice(config: Path,
     used = re.sub(r"(?m)^#(?=\w+ = |\[\[)", "", text).replace('"..."', '"x"')
     document = tomllib.loads(used)
     for path, command in settings.commands.items():
-        names = {option.name for option in command.params if isinstance(option, click.Option)}
+        names = {option.name for option in command.params if option.param_type_name == "option"}
         assert len(document[path]) == len(names - {"api_key"}), path
     assert settings.resolve("run") != Settings(group, ConfigFile(config, used, document), {}).resolve("run")
     assert re.search(r"\bapi_key\b", text) is None

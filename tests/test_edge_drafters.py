@@ -18,7 +18,6 @@ from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.state import GrammarState
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime
@@ -230,7 +229,7 @@ def test_a_grammar_beyond_its_limits_is_no_fault_of_the_device(
     """The draft goes on without it. As a fault it would take the device away from all other texts, too."""
     drafter, calls = make()
     too_costly = RequestError("grammar_too_complex", "the grammar is too costly")
-    monkeypatch.setattr(GrammarState, method, Mock(side_effect=too_costly))
+    monkeypatch.setattr(f"outrider.models.grammar.state.GrammarState.{method}", Mock(side_effect=too_costly))
     drafter.extend(tokenizer.encode('{"colour":"'))
     for branch in ([], [7]):  # with "apply" no token is known to be allowed
         assert drafter.guess([branch], 4)[0] or method == "apply"

@@ -9,37 +9,35 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import httpcore
 import httpx
 import pytest
-from tests.agents import MODES, SOON, VOCAB, Clock, drafter, generate, whole
+from tests.agents import MODES, SOON, VOCAB, Clock, Passing, drafter, generate, truth, whole
 from tests.hostile_answers import BROKEN_ANSWERS, MAX_TOKENS, OK, STREAM, Broken, broken_streams, event, opened
 from tests.raw_server import RawServer, Reply, http_answer, raw_server, silent_after, writes
-from tests.serving import FakeServer, StepGate, read_events, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, read_events, serve_fake
 from tests.waiting import run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.results import GenerationResult, Mode
-from outrider.models.client import client as client_module
 from outrider.models.client import http_endpoint
+from outrider.models.client.checks import EventParser
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import Commit, SessionOpen, SessionRequest
 
 PROMPT = (5, 6, 7, 8)
-REQUEST = whole(PROMPT, SamplingParams(), MAX_TOKENS)
-TRUTH = target_tokens(PROMPT, MAX_TOKENS)
+REQUEST = whole(PROMPT, max_tokens=MAX_TOKENS)
+TRUTH = list(truth(REQUEST))
 HASTY = ClientOptions(keep_alive_s=0.1)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Making one with certificates takes longer than most of these tests."""
@@ -119,6 +117,15 @@ async def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str)
             await client.ready()
 
 
+@pytest.mark.parametrize("tokens", [[], [-1], [1 << 31]])
+async def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None:
+    """A conversation's ids are checked as all others that a server sends."""
+    answer = http_answer(json.dumps({"tokens": tokens, "model": "fake"}).encode())
+    with raw_server(writes(answer)) as hostile, pytest.raises(ProtocolBroken):
+        async with VerifierClient(hostile.url) as client:
+            await client.render(b"{}")
+
+
 def test_an_answer_that_never_begins_is_no_hang() -> None:
     """Interim answers for ever are bytes, but no sign of life."""
     options = ClientOptions(connect_timeout_s=0.2, write_timeout_s=0.2, keep_alive_s=0.1)
@@ -162,55 +169,28 @@ def test_a_server_that_goes_silent_is_left(server: FakeServer, mode: Mode, reply
     assert troubles == [f"{stopped.url}: the server sent nothing for 1.3 s. Trying {server.url}."]
 
 
-class Counted(httpx.AsyncByteStream):
-    """Passes a body on, and calls `on_chunk` with each chunk."""
-
-    def __init__(self, inner: httpx.AsyncByteStream, on_chunk: Callable[[bytes], None]) -> None:
-        self._inner, self._on_chunk = inner, on_chunk
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._inner:
-            self._on_chunk(chunk)
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-class Counting(httpx.AsyncHTTPTransport):
-    """Calls `on_path` with each request's path, and `on_chunk` with each chunk of an answer."""
-
-    def __init__(self, on_path: Callable[[str], None], on_chunk: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._on_path, self._on_chunk = on_path, on_chunk
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self._on_path(request.url.path)
-        response = await super().handle_async_request(request)
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = Counted(response.stream, self._on_chunk)
-        return response
-
-
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
+async def test_a_server_that_works_for_long_has_not_stopped(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill of more than the longest silence: the stream's comments, or its answers elsewhere, show life."""
-    signs, gate = list[str](), StepGate()
+    signs, gate, feed = list[str](), StepGate(), EventParser.feed
 
     def on_sign(what: str) -> None:
         signs.append(what)
         if len(signs) == 20:  # at least 1.9 s; the longest silence is 1.3 s
             gate.open()
 
-    transport = Counting(
-        lambda path: on_sign(path) if path == "/health/live" else None,
-        lambda chunk: on_sign("comment") if chunk == KEEP_ALIVE else None,
-    )
+    def fed(parser: EventParser, data: bytes) -> Iterator[Any]:
+        if data == KEEP_ALIVE:
+            on_sign("comment")
+        return feed(parser, data)
+
+    monkeypatch.setattr(EventParser, "feed", fed)
+    transport = Passing(lambda request: on_sign("live") if request.url.path == "/health/live" else None)
     with serve_fake(ServerSettings(keep_alive_s=0.1), gate=gate) as server:
         client = VerifierClient(server.url, HASTY, transport)
         result = await generate([client], REQUEST, mode=mode, depth=FixedDepth(0), retry=SOON)
     assert list(result.tokens) == TRUTH and result.num_sessions == 1
-    assert set(signs[:20]) == {"comment" if mode is Mode.STREAM else "/health/live"}
+    assert set(signs[:20]) == {"comment" if mode is Mode.STREAM else "live"}
 
 
 def test_keep_alives_come_while_a_session_waits_in_the_queue_and_in_the_engine() -> None:
@@ -362,7 +342,7 @@ async def test_a_stream_may_be_silent_for_as_long_as_its_server_says(monkeypatch
 async def test_one_late_acknowledgement_costs_later_texts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only three texts in a row without any switch long requests off, or a refusal; after ten minutes one is tried."""
     clock = Clock()
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("outrider.models.client.client.time", Mock(monotonic=clock))
     opened = SessionOpen(session="s", model="m", stop_ids=[], protocol=3)
     async with VerifierClient("http://verifier") as client:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,13 +10,12 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.agents import SURE, Clock
+from tests.agents import SAMPLED, SURE, Clock
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import DRAFTS, LocalEndpoint, expected, serve_local
 from tests.serving import TURNS_TEMPLATE, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_edge_terminal import chat
 
-from outrider.edge.cli import chat as chat_module
 from outrider.edge.devices.placement import Placement
 from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
 from outrider.edge.drafting.depth import Effort
@@ -29,9 +27,6 @@ from outrider.edge.modes.draft_ladder import LazyModel, open_ladder
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.breaker import Breaker
 from outrider.models.errors import ModelFault
-from outrider.models.picks.sampling import SamplingParams
-
-PARAMS = SamplingParams(0.8, seed=3)
 
 
 class Failing(FakeSequenceRuntime):
@@ -73,8 +68,8 @@ def test_a_ladder_steps_down_in_mid_text_and_climbs_again_after_a_pause() -> Non
     ]
     ladder = LadderDrafter([*rungs, Rung("lookup", NgramDrafter)], words.append)
     prompt = [5, 6, 7, 8, 5, 6, 7]
-    ladder.begin(prompt, PARAMS)
-    first, second, third, fourth, fifth, sixth, *_ = target_tokens(prompt, 8, PARAMS)
+    ladder.begin(prompt, SAMPLED)
+    first, second, third, fourth, fifth, sixth, *_ = target_tokens(prompt, 8, SAMPLED)
 
     def guess() -> int:
         (guesses,) = ladder.guess([[]], 1)
@@ -109,11 +104,11 @@ def test_where_no_rung_is_left_the_last_failure_is_reported() -> None:
     broken = Failing()
     broken.fails.set()
     ladder = LadderDrafter([Rung("the CPU", lambda: ModelDrafter(broken), Breaker())])
-    ladder.begin([1, 2], PARAMS)
+    ladder.begin([1, 2], SAMPLED)
     with pytest.raises(ModelFault, match="gone"):
         ladder.guess([[]], 1)
     with pytest.raises(RuntimeError, match="failed a moment ago"):
-        ladder.begin([1, 2], PARAMS)
+        ladder.begin([1, 2], SAMPLED)
 
 
 def test_a_draft_whose_device_was_lost_is_loaded_anew_once_its_trial_has_failed() -> None:
@@ -125,7 +120,7 @@ def test_a_draft_whose_device_was_lost_is_loaded_anew_once_its_trial_has_failed(
     breaker = drafter._rungs[0].breaker
     for num_loaded in (1, 1, 2):
         breaker._due_at = 0.0
-        drafter.begin([5, 6, 7, 8], PARAMS)
+        drafter.begin([5, 6, 7, 8], SAMPLED)
         drafter.guess([[]], 1)
         assert len(loaded) == num_loaded
     assert loaded[0].is_closed and loaded[1].calls > 0 and not breaker.is_open
@@ -146,7 +141,7 @@ def test_serve_loads_a_lost_draft_anew_once_no_text_has_it(is_shared: bool) -> N
         with drafts.lend(b"", prompt) as loan:
             assert loan.drafter is not None
             drafts.scheduler.join()
-            loan.drafter.begin(prompt, PARAMS)
+            loan.drafter.begin(prompt, SAMPLED)
             loan.drafter.guess([[]], 1)
             drafts.scheduler.join()
             return loan.drafter.model_drafter is not None
@@ -225,7 +220,7 @@ def test_a_model_that_is_not_loaded_yet_may_write_a_text_alone() -> None:
     drafts._pools[0].breaker.failed()
     with drafts.lend(b"", [5, 6, 7, 8]) as loan:
         assert loan.can_write and drafts.num_lent == 0 and loan.drafter is not None
-        loan.drafter.begin([5, 6, 7, 8], PARAMS)
+        loan.drafter.begin([5, 6, 7, 8], SAMPLED)
         assert drafts.num_lent == 1
     drafts.close()
 
@@ -233,10 +228,10 @@ def test_a_model_that_is_not_loaded_yet_may_write_a_text_alone() -> None:
 def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:
     """It takes over with the whole text. While it has no room, the trial after its failure is left to others."""
     clock, prompt, rooms = Clock(), [5, 6, 7, 8], [False]
-    breaker, text = Breaker(1.0, clock=clock), target_tokens(prompt, 4, PARAMS)
+    breaker, text = Breaker(1.0, clock=clock), target_tokens(prompt, 4, SAMPLED)
     rung = Rung("the NPU", lambda: ModelDrafter(Failing()) if rooms[0] else None, breaker)
     ladder = LadderDrafter([rung, Rung("lookup", NgramDrafter)], lambda words: pytest.fail(words))
-    ladder.begin(prompt, PARAMS)
+    ladder.begin(prompt, SAMPLED)
     breaker.failed()
     clock.now = 1.0
     ladder.extend(text[:1])
@@ -254,14 +249,14 @@ def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:
 def test_the_text_that_has_waited_longest_takes_over_a_free_sequence(is_looked_up: bool) -> None:
     """At its next commit; those that came later, and new ones, wait for the next."""
     drafts, prompt = DraftSequences(model_of(Failing()), 1, is_looked_up=is_looked_up), [5, 6, 7, 8]
-    text = target_tokens(prompt, 3, PARAMS)
+    text = target_tokens(prompt, 3, SAMPLED)
 
     def begin(owner: bytes) -> tuple[ExitStack, LadderDrafter]:
         stack = ExitStack()
         loan = stack.enter_context(drafts.lend(owner, prompt))
         assert isinstance(loan.drafter, LadderDrafter) and loan.can_write == (is_looked_up or owner == b"first")
         drafts.scheduler.join()
-        loan.drafter.begin(prompt, PARAMS)
+        loan.drafter.begin(prompt, SAMPLED)
         loan.text = prompt
         return stack, loan.drafter
 
@@ -314,9 +309,9 @@ def test_on_battery_or_hot_is_a_reason_to_draft_less(
 def test_a_chat_looks_at_the_battery_before_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `serve` does before each text: it may last for hours."""
     found = iter([None, "on battery, 40 %", "on battery, 39 %", None])
-    clock = itertools.count(0.0, 31.0)
-    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: next(found), lambda: next(clock)))
-    monkeypatch.setattr(chat_module, "make_depth", depths := Mock(side_effect=make_depth))
+    clock = Mock(side_effect=range(0, 9999, 31))
+    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: next(found), clock))
+    monkeypatch.setattr("outrider.edge.cli.chat.make_depth", depths := Mock(side_effect=make_depth))
     with serve_fake(chat_template=TURNS_TEMPLATE) as server:
         shown = chat(server.url, "one", "two", "three", "four", on_battery=OnBattery.HALF)
     assert shown.about.count("half the work: on battery, 40 %") == shown.about.count("all the work again") == 1

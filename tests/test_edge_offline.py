@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import httpx
 import pytest
 from tests.agents import SURE, free_port, proxy_to
 from tests.commands import KEY, OTHER_KEY, Outrider, screen
-from tests.faulty_proxy import FaultyProxy
 from tests.local_endpoint import (
     DRAFTS,
     MESSAGES,
+    PARAMS,
     PROMPT,
     SAMPLED,
     LocalEndpoint,
@@ -49,11 +49,9 @@ from outrider.models.client.errors import EndpointUnfit, EndpointWrong
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.security import KeyRing
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.runtimes.ngram import QuotedText
 
-PARAMS = SamplingParams(0.8, seed=3)
 TOKENS = [7, 8, 9, 10]
 COUNT = 40
 REQUEST = GenerationRequest(tuple(TOKENS), PARAMS, COUNT, ignore_eos=True)
@@ -226,7 +224,7 @@ VERIFY, UNVERIFIED = "/v1/outrider/verify", {"verified": False, "unverified_toke
 @contextmanager
 def unreached(
     settings: LocalSettings = DRAFTS, gate: StepGate | None = None
-) -> Iterator[tuple[FakeServer, LocalEndpoint, Callable[[], FaultyProxy]]]:
+) -> Iterator[tuple[FakeServer, LocalEndpoint, Callable[[], AbstractContextManager[object]]]]:
     """A cloud, an endpoint whose draft writes alone since it does not reach the cloud, and what makes it reach it."""
     port = free_port()
     with (

@@ -278,15 +278,10 @@ window.fetch = (path, options) => {
 
 
 @pytest.fixture(scope="module")
-def small_cloud() -> Iterator[FakeServer]:
-    """A target with a small context."""
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=CONTEXT)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def small(small_cloud: FakeServer) -> Iterator[LocalEndpoint]:
-    with serve_local(small_cloud.url, LocalSettings(depth="4")) as running:
+def small() -> Iterator[LocalEndpoint]:
+    """For a target with a small context."""
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=CONTEXT)
+    with serve_fake(runtime=runtime) as cloud, serve_local(cloud.url, LocalSettings(depth="4")) as running:
         yield running
 
 
@@ -294,19 +289,18 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def num_tokens(cloud: FakeServer, messages: list[dict[str, str]]) -> int:
+def num_tokens(local: LocalEndpoint, messages: list[dict[str, str]]) -> int:
     """By the target's template."""
+    (cloud,) = local.core.upstream.fleet.clients
     return len(httpx.post(f"{cloud.url}/v1/render", json={"messages": messages}, timeout=30.0).json()["tokens"])
 
 
-def test_the_oldest_turns_are_dropped_and_the_system_message_stays(
-    small_cloud: FakeServer, small: LocalEndpoint
-) -> None:
+def test_the_oldest_turns_are_dropped_and_the_system_message_stays(small: LocalEndpoint) -> None:
     """The first event says how many; the text is that of the messages that are left."""
     system = message("system", "zip")
     turns = [message(role, f"{number} {'drafts ' * 8}") for number in range(6) for role in ("user", "assistant")]
     messages = [system, *turns, message("user", "tokens")]
-    assert num_tokens(small_cloud, [system]) < CONTEXT / 4
+    assert num_tokens(small, [system]) < CONTEXT / 4
 
     def told(messages: list[dict[str, str]]) -> list[dict[str, Any]]:
         return events_of(ask(small, prompt=None, messages=messages, max_tokens=12))
@@ -316,7 +310,7 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_stays(
     assert first["num_messages"] == 2 * first["num_turns"] > 0
     kept = [system, *messages[1 + first["num_messages"] :]]
     begun, *_, alone = told(kept)
-    assert end["num_prompt"] == alone["num_prompt"] == num_tokens(small_cloud, kept) <= CONTEXT / 2
+    assert end["num_prompt"] == alone["num_prompt"] == num_tokens(small, kept) <= CONTEXT / 2
     assert begun["type"] != "dropped"
     long = [message("user", "drafts " * 400)]
     assert code_of(ask(small, prompt=None, messages=long)) == (400, "context_length_exceeded")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -163,7 +162,7 @@ def test_the_page_gets_a_strict_policy(local: LocalEndpoint) -> None:
 def test_prompts_are_not_logged(local: LocalEndpoint, caplog: pytest.LogCaptureFixture) -> None:
     """Neither those that work nor those that are refused."""
     secret = "zip(zip(zip("
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level("DEBUG"):
         events_of(ask(local, prompt=secret, max_tokens=4))
         ask(local, prompt=secret, patience=1)
     assert secret not in caplog.text

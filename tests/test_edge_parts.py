@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import socketserver
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, aclosing, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
 from tests.hostile_answers import USAGE, event, opened
+from tests.raw_client import post as raw_post
 from tests.raw_server import RawServer, raw_server
 from tests.serving import FakeServer
 from tests.waiting import TIMEOUT_S, wait_until
@@ -282,22 +282,13 @@ async def test_over_another_transport_a_cancellation_reaches_the_request() -> No
         await cut.wait()
 
 
-@contextmanager
-def echo_server() -> Iterator[tuple[str, int]]:
-    """Echoes every connection's bytes until it closes, one after the other."""
+def echo(server: RawServer, connection: socket.socket) -> None:
+    """Answers with the request's body."""
+    connection.sendall(server.asked[connection][1])
 
-    class Echo(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with suppress(OSError):
-                while data := self.request.recv(4096):
-                    self.request.sendall(data)
 
-    with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield ("127.0.0.1", server.server_address[1])
-        server.shutdown()
-        thread.join()
+def proxied(server: RawServer, rtt_ms: float = 0.0) -> FaultyProxy:
+    return FaultyProxy("127.0.0.1", int(server.url.rpartition(":")[2]), ProxyOptions(rtt_ms))
 
 
 def whole(client: socket.socket) -> bytes:
@@ -310,27 +301,28 @@ def test_the_proxy_delivers_every_byte_in_order_and_counts_both_ways() -> None:
     """Chunks in flight keep their order; closing one side closes the other. What comes after a change of the round trip
     takes the new one; an impossible one is refused.
     """
-    sent = b"".join(b"%05d," % i for i in range(2000))
-    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=60_000.0)) as proxy:
+    body = b"".join(b"%05d," % i for i in range(2000))
+    sent = raw_post("/", body)
+    with raw_server(echo) as server, proxied(server, 60_000.0) as proxy:
         with pytest.raises(ConfigError, match="rtt_ms is -1"):
             proxy.set_rtt_ms(-1.0)
         proxy.set_rtt_ms(4.0)
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
             for start in range(0, len(sent), 97):
                 client.sendall(sent[start : start + 97])
-            assert whole(client) == sent
-        assert proxy.bytes_up == proxy.bytes_down == len(sent)
+            assert whole(client) == body
+        assert (proxy.bytes_up, proxy.bytes_down) == (len(sent), len(body))
 
 
 def test_connections_share_the_rate_of_a_throttled_link() -> None:
     """400 bytes of each of two connections at 64 kbit/s: 50 ms for each way of one, and 50 ms behind the other."""
-    with echo_server() as address, FaultyProxy(*address) as proxy:
+    with raw_server(echo) as server, proxied(server) as proxy:
         at = ("127.0.0.1", proxy.port)
         with socket.create_connection(at) as one, socket.create_connection(at) as other:
             proxy.throttle(64.0)
             began_s = time.monotonic()
             for client in (one, other):
-                client.sendall(b"x" * 400)
+                client.sendall(raw_post("/", b"x" * 400))
             assert whole(one) == whole(other) == b"x" * 400
             assert time.monotonic() - began_s >= 0.145
 
@@ -344,10 +336,10 @@ def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
                 stack.enter_context(socket.create_connection(("127.0.0.1", port)))
                 connected.set()
 
-    with echo_server() as address:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         for _ in range(5):
             connected = threading.Event()
-            with FaultyProxy(*address) as proxy:
+            with FaultyProxy(*listener.getsockname()) as proxy:
                 client = threading.Thread(target=connect_until_refused, args=(proxy.port,))
                 client.start()
                 assert connected.wait(10.0)

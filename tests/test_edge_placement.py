@@ -23,7 +23,6 @@ from outrider.edge.devices.placement import AS_BUNDLED, EMULATED_NPU, DraftChoic
 from outrider.edge.devices.profiles import Forecast, Link, Load, Profile, Profiles
 from outrider.edge.doctor.probe import ProbeFailed
 from outrider.edge.modes.draft_ladder import candidates_of
-from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 
@@ -301,7 +300,8 @@ def test_a_named_device_comes_first_whatever_its_times(monkeypatch: pytest.Monke
     assert [each.placement.device for each in placed] == ["gpu", "cpu"]
 
 
-def test_devices_profile_prints_a_table(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, shelf: Shelf) -> None:
+@pytest.mark.usefixtures("shelf")
+def test_devices_profile_prints_a_table(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of given drafts, the best first; as JSON too; without --profile the options are refused."""
     monkeypatch.setattr("outrider.edge.devices.discovery.find_runtime", found())
     drafts, measured = {each.manifest.name: each for each in TWO}, {"slow": (0.6, 2.0), "quick": (0.25, 2.0)}

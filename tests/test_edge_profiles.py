@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from tests.agents import VOCAB, asking, generate
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.ranks import read_ranks
 from tests.serving import FakeServer
-from tests.test_edge_ladder import PARAMS
 
 from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.devices import energy
@@ -32,13 +31,10 @@ from outrider.edge.devices.profiles import (
 )
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.drafting.node_times import time_nodes
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.recorder import Recorder
-from outrider.edge.results import GenerationRequest, Mode
+from outrider.edge.results import Mode
 from outrider.export.report.simulation.trees import simulate
 from outrider.export.report.simulation.world import Form, Plan, Times
-from outrider.models.client.client import VerifierClient
 from outrider.models.errors import BundleError
 
 RANGE_UJ = 262_143_328_850
@@ -161,10 +157,8 @@ def test_energy_is_read_before_the_clock_of_a_text_starts(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_every_mode_counts_what_a_text_takes(server: FakeServer, mode: Mode) -> None:
     """From its request to its end; -v and --json show it, and neither invents it."""
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=256)) if mode is not Mode.CLOUD_ONLY else None
-    async with VerifierClient(server.url) as client:
-        agent = make_agent(mode, Endpoints([client]), drafter)
-        result = await agent.generate(GenerationRequest((1, 2, 3), PARAMS, 12, ignore_eos=True))
+    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)) if mode is not Mode.CLOUD_ONLY else None
+    result = await generate([server.url], asking(max_tokens=12), drafter, mode=mode)
     known = "energy: 24.00 tokens per joule; this device's processor took 0.5 J meanwhile, other programs included"
     for each, joules, rate, energies in (
         (result, 0.5, 24.0, [known]),
@@ -253,7 +247,7 @@ def test_calls_are_timed_by_their_nodes(most: int, sizes: list[int]) -> None:
     found = time_nodes(ModelDrafter(runtime), "no meter")
     assert list(found.calls_ms) == sizes and min(found.calls_ms.values()) > 0.0
     assert found.worst_ms >= found.calls_ms[1] and found.nodes_per_joule is None
-    assert Counter(calls) == dict.fromkeys(sizes[1:], 12)
+    assert {size: calls.count(size) for size in calls} == dict.fromkeys(sizes[1:], 12)
     assert list(time_nodes(NgramDrafter(), "no meter").calls_ms) == [1]  # lookup is timed too
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 import shutil
@@ -208,7 +207,7 @@ def test_a_disk_without_room(server: FakeServer, shelf: Shelf, monkeypatch: pyte
 
     def fill(done: int) -> None:
         if done > 600_000:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(28, "No space left on device")
 
     with pytest.raises(BundleError, match=r"the disk of .*drafts is full; free some space and run `outrider pull`"):
         pull(server.url, on_change=fill)

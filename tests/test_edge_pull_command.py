@@ -29,7 +29,6 @@ from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.choice import Wishes
 from outrider.edge.store.pull import find_offer
 from outrider.edge.store.shelf import Shelf
-from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.bundle.reference_export import AUTO
 from outrider.models.errors import CloudError
@@ -237,7 +236,7 @@ def test_pull_then_run(
     message = outrider(*asked, code=2).err
     assert "the pulled draft is damaged: " in message and "; run `outrider pull` again\n" in message
     outrider("pull", "--server", server.url)
-    assert Bundle.open(bundle)
+    assert files_of(bundle) == files_of(place / "cpu")
 
 
 def test_the_command_s_other_outputs(server: FakeServer, shelf: Shelf, outrider: Outrider, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.agents import SURE
 from tests.commands import Outrider
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.local_endpoint import LocalEndpoint, documents_of, on_drafts, serve_local, serve_process
+from tests.local_endpoint import PARAMS, SAMPLED, LocalEndpoint, documents_of, on_drafts, serve_local, serve_process
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
@@ -31,15 +31,12 @@ from outrider.edge.retrieval.documents import (
 from outrider.edge.retrieval.grounding import HEAD, TAIL, Library
 from outrider.edge.retrieval.index import PassageIndex, words_of
 from outrider.edge.serve.state import LocalSettings
-from outrider.edge.store.shelf import Shelf
 from outrider.models.errors import ConfigError
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import is_installed
 from outrider.models.runtimes.ngram import LONGEST_MATCH, QuotedText
+from outrider.models.text.tokenizer import Tokenizer
 
 needs_bm25s = pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
-SAMPLED = {"temperature": 0.8, "seed": 5}
-PARAMS = SamplingParams(0.8, seed=5)
 RELEASE = "# Release\n\nThe release of Outrider needs a tag.\n\n# Zebras\n\nZebras are striped.\n"
 BYTES = "A draft message has four bytes per token.\n"
 
@@ -326,6 +323,24 @@ def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise
         assert 0 < counts["passage_tokens"] < counts["prompt_tokens"]
 
 
+@needs_bm25s
+def test_a_prompt_with_passages_has_special_tokens_as_its_request_says(
+    local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without passages."""
+    special, encode = list[bool](), Tokenizer.encode
+
+    def noted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text.endswith(QUERY):
+            special.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    for asked in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        assert local.post(ONE | {"documents": documents(RELEASE)} | asked)["passages"]
+    assert special == [True] * 4 + [False] * 2  # each time the prompt alone, and with its passages
+
+
 def test_documents_without_the_library_are_refused_with_its_name(
     local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +351,7 @@ def test_documents_without_the_library_are_refused_with_its_name(
 
 
 @pytest.fixture
-def arguments(cloud: FakeServer, fake_bundle: Path, shelf: Shelf, tmp_path: Path) -> list[Any]:
+def arguments(cloud: FakeServer, fake_bundle: Path, shelf: object, tmp_path: Path) -> list[Any]:
     """Arguments for a cloud, a draft that copies, and a directory of documents; the cache is the test's own."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "release.md").write_text(RELEASE)
@@ -347,7 +362,7 @@ def arguments(cloud: FakeServer, fake_bundle: Path, shelf: Shelf, tmp_path: Path
 @needs_bm25s
 def test_run_grounds_its_prompt_and_names_the_passages(arguments: list[Any], outrider: Outrider) -> None:
     """With --verbose and in the JSON; the same text as cloud-only; unreadable files are named once."""
-    sampled = ["--temperature", "0.8", "--seed", "5", "--max-tokens", "24", "--ignore-eos"]
+    sampled = ["--temperature", "0.8", "--param", "top_p=0.95", "--seed", "5", "--max-tokens", "24", "--ignore-eos"]
     said = " ".join(outrider("run", QUERY, *arguments, *sampled, "--verbose").err.split())
     assert said.count("bad.txt") == 1 and "[1] release.md, lines 5-7, characters" in said
     drafted = json.loads(outrider("run", QUERY, *arguments, *sampled, "--json").out)

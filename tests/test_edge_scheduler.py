@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.agents import MODES, SURE, VOCAB, Clock, drafter, generate, truth, whole
+from tests.agents import MODES, SAMPLED, SURE, VOCAB, Clock, drafter, generate, truth, whole
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, StepGate, serve_fake
 from tests.waiting import TIMEOUT_S, run
@@ -25,9 +25,7 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationResult, Mode, TokenBatch
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
-from outrider.models.picks.sampling import SamplingParams
 
-SAMPLED = SamplingParams(0.8, seed=4)
 LONG = tuple(1 + index % (VOCAB - 1) for index in range(700))
 
 
@@ -89,6 +87,20 @@ async def test_drafting_stops_between_two_pieces_of_a_prompt(server: FakeServer,
     held.go.set()
     draft.close()
     assert held.calls == [64, 128, 256]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_prompt", [15, 16, 17, 40])
+async def test_a_prompt_that_the_draft_cannot_hold_is_continued_by_the_cloud_alone(
+    server: FakeServer, mode: Mode, num_prompt: int
+) -> None:
+    """An NPU's positions are fixed at export: beyond them nothing is drafted, and the text is the same."""
+    request = whole(LONG[:num_prompt], max_tokens=12)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=16))
+    result = await generate([server.url], request, draft, mode=mode, depth=FixedDepth(4))
+    assert result.tokens == truth(request) and result.draft_error is None
+    assert result.num_drafted <= max(0, 16 - num_prompt) * 12  # a rejected one may be drafted again
+    assert (result.num_drafted > 0) == (num_prompt < 16)
 
 
 async def test_a_late_draft_joins_when_it_is_ready() -> None:

@@ -32,15 +32,11 @@ from tests.local_endpoint import (
 )
 from tests.serving import FakeServer, StepGate, bearer, fake_tokenizer, serve_fake
 
-from outrider.edge.serve import routes
-from outrider.edge.serve import upstream as upstream_module
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
 from outrider.models.http.security import KeyRing
-from outrider.models.process.extras import is_installed
-from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
 FACTS = ModelFacts(
@@ -265,7 +261,7 @@ async def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyP
     assert sorted(asked) == ["/health/ready", "/v1/model"]
     answers.clear()
     clock.now += FACTS_S
-    monkeypatch.setattr(upstream_module, "PATIENT_S", 0.0)
+    monkeypatch.setattr("outrider.edge.serve.upstream.PATIENT_S", 0.0)
     assert [await upstream.facts() for _ in range(3)] == [FACTS] * 3
     await upstream.aclose()
     assert asked.count("/v1/model") <= 2
@@ -294,24 +290,6 @@ async def test_chats_that_a_verifier_never_renders_take_their_clients_places_onl
         local.wait_until(local.is_at_rest)
 
 
-@pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
-def test_a_prompt_with_passages_has_special_tokens_as_its_request_says(
-    local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one without passages."""
-    special, encode = list[bool](), Tokenizer.encode
-
-    def noted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if text.endswith(PROMPT):
-            special.append(add_special_tokens)
-        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "encode", noted)
-    for asked in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-        assert local.post(body(1, documents=[{"text": "to verify tokens and drafts"}], **asked))["passages"]
-    assert special == [True] * 4 + [False] * 2  # each time the prompt alone, and with its passages
-
-
 def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
     cloud: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +301,7 @@ def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
         goes_on.wait(60.0)
         return [[5]]
 
-    monkeypatch.setattr(routes, "encode_prompts", encode)
+    monkeypatch.setattr("outrider.edge.serve.routes.encode_prompts", encode)
     with serve_local(cloud.url) as local:
         with posted(local):
             assert began.wait(30.0) and local.core.places.total == 1

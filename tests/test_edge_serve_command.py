@@ -22,14 +22,12 @@ from tests.serving import serve_fake
 from tests.waiting import run
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.cli import serve as command
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.store.shelf import PulledFor, Shelf, find_pulled_from
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
-from outrider.models.process import watched_files
 
 
 @dataclass
@@ -51,8 +49,9 @@ def started(config: Path, shelf: Shelf, opened_models: list[Path], monkeypatch: 
         await found.look(core)
         await core.aclose()
 
-    monkeypatch.setattr(command, "LocalServer", lambda core, **_: Mock(run=lambda sockets: run(serve(core))))
-    monkeypatch.setattr(command, "configure_logging", lambda format_: None)
+    server = lambda core, **_: Mock(run=lambda sockets: run(serve(core)))  # noqa: E731
+    monkeypatch.setattr("outrider.edge.cli.serve.LocalServer", server)
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: pytest.fail("took the reference"))
     return found
 
@@ -115,7 +114,7 @@ def test_keys_of_clients_are_read_again(
 ) -> None:
     """A new key is accepted without a restart, and one that is gone is refused."""
     own, draft = key_file(tmp_path), make_draft(tmp_path / "draft").path
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
+    monkeypatch.setattr("outrider.models.process.watched_files.LOOK_S", 0.02)
 
     async def look(core: LocalCore) -> None:
         keys = core.settings.keys
