@@ -99,10 +99,9 @@ def test_a_counter_that_is_gone_or_breaks_says_nothing(broken: str | None, lapto
 def test_why_there_is_no_meter(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No zone; a file that only root may read, with what opens it; a file that is no number."""
     assert "has no package domain" in str(powercap_meter(laptop / "intel-rapl:1"))
-    zone(laptop, "intel-rapl:0", "package-0").write_text("much\n")
-    assert "cannot be read" in str(powercap_meter(laptop))
-    zone(laptop, "intel-rapl:0", "package-0").with_name("max_energy_range_uj").write_text("0\n")
-    assert "says no range" in str(powercap_meter(laptop))
+    for file, text, words in (("energy_uj", "much", "cannot be read"), ("max_energy_range_uj", "0", "says no range")):
+        zone(laptop, "intel-rapl:0", "package-0").with_name(file).write_text(f"{text}\n")
+        assert words in str(powercap_meter(laptop))
 
     refused = PermissionError(13, "Permission denied", str(laptop / "intel-rapl:0" / "energy_uj"))
     monkeypatch.setattr(energy, "_number", Mock(side_effect=refused))

@@ -87,9 +87,12 @@ def test_the_launchd_agent_starts_serve_and_starts_it_again(tmp_path: Path) -> N
     """Not run on hardware: read back as a property list."""
     content = service(tmp_path, "launchd").content
     agent = plistlib.loads(content)
-    assert agent["ProgramArguments"] == ["/opt/a b/bin/python", "-m", "outrider.edge.cli", "serve"]
-    assert agent["RunAtLoad"] is True and agent["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent["EnvironmentVariables"] == {"OUTRIDER_CONFIG": f"{tmp_path}/my $100% config.toml"}
+    assert agent == agent | {
+        "ProgramArguments": ["/opt/a b/bin/python", "-m", "outrider.edge.cli", "serve"],
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "EnvironmentVariables": {"OUTRIDER_CONFIG": f"{tmp_path}/my $100% config.toml"},
+    }
     assert MARK.encode() in content and b"not run on hardware" in content
 
 
