@@ -21,9 +21,15 @@ from tests.test_edge_shelf import offer
 
 from outrider.cloud.recent.store import MemoryStore
 from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
-from outrider.edge.devices import discovery
 from outrider.edge.devices.advice import gpu_advice, has_intel_plugins, npu_advice, provider_advice
-from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, install_advice, require_device
+from outrider.edge.devices.discovery import (
+    FoundDevice,
+    FoundRuntime,
+    advice,
+    find_runtime,
+    install_advice,
+    require_device,
+)
 from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.modes.draft_ladder import candidates_of
@@ -31,7 +37,7 @@ from outrider.edge.store.choice import Wishes, judge
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.process import extras
+from outrider.models.process.extras import missing_extra
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.npu_compile import npu_core
 
@@ -54,7 +60,7 @@ def test_a_broken_runtime_is_told_and_does_not_hide_the_other(
 ) -> None:
     """In the list of devices, and where drafts are chosen: for the other runtime, and for this one."""
 
-    monkeypatch.setattr(discovery, "_find_openvino", Mock(side_effect=error))
+    monkeypatch.setattr("outrider.edge.devices.discovery._find_openvino", Mock(side_effect=error))
     why = f"OpenVINO cannot be used: {type(error).__name__}: {error}"
     with pytest.raises(RuntimeUnavailable, match=why):
         require_device("openvino", "cpu")
@@ -180,8 +186,8 @@ def test_where_intels_plugins_are_not_built_nothing_of_theirs_is_advised(platfor
 def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And asking for it elsewhere is one clear error."""
     for is_there in (True, False):
-        monkeypatch.setattr(discovery, "has_intel_plugins", lambda is_there=is_there: is_there)
-        assert ("--emulate-npu" in discovery.advice("openvino", "npu")) == is_there
+        monkeypatch.setattr("outrider.edge.devices.discovery.has_intel_plugins", lambda is_there=is_there: is_there)
+        assert ("--emulate-npu" in advice("openvino", "npu")) == is_there
     monkeypatch.setattr(openvino.Core, "get_versions", lambda core, device: {})
     with pytest.raises(RuntimeUnavailable, match=r"no NPU plugin, .* draft with a bundle for the CPU"):
         npu_core(RuntimeOptions(emulate_npu=True))
@@ -189,14 +195,14 @@ def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.Monke
 
 def test_where_openvino_has_no_package_nobody_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by `outrider devices` nor by a runtime that is missing."""
-    for module in (discovery, extras):
-        monkeypatch.setattr(module, "has_openvino_package", lambda: False)
+    for module in ("edge.devices.discovery", "models.process.extras"):
+        monkeypatch.setattr(f"outrider.{module}.has_openvino_package", lambda: False)
     assert "pip install" not in install_advice("openvino") and "--runtime ngram" in install_advice("openvino")
     assert "edge-onnxruntime" in install_advice("onnxruntime")
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(RuntimeUnavailable, match=r"^OpenVINO is not made for this system .*--runtime onnxruntime"):
         require_device("openvino", "cpu")
-    missing = extras.missing_extra(ModuleNotFoundError(name="openvino"), "the openvino runtime", "edge")
+    missing = missing_extra(ModuleNotFoundError(name="openvino"), "the openvino runtime", "edge")
     assert "the openvino runtime needs OpenVINO, which is not made for this system" in str(missing)
 
 

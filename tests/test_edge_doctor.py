@@ -18,7 +18,6 @@ from tests.serving import FakeServer, serve_fake
 from tests.test_edge_doctor_parts import find_cpu
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.doctor import examine as examination
 from outrider.edge.doctor.cloud import CloudReport
 from outrider.edge.doctor.examine import (
     check_runtimes,
@@ -35,8 +34,8 @@ PROFILE = TimedDraft(words="int8, OpenVINO on the CPU", open_s=0.5, calls_ms={1:
 def place(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache and a configuration of this test's own, and no child processes: they take a second each."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(examination, "check_runtimes", lambda: check_runtimes(find_cpu, tmp_path))
-    monkeypatch.setattr(examination, "profile_draft", lambda *_: PROFILE)
+    monkeypatch.setattr("outrider.edge.doctor.examine.check_runtimes", lambda: check_runtimes(find_cpu, tmp_path))
+    monkeypatch.setattr("outrider.edge.doctor.examine.profile_draft", lambda *_: PROFILE)
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +245,7 @@ def test_a_server_that_is_not_ready_is_a_fault(doctor: Doctor) -> None:
 
 def test_the_pulled_draft_is_examined(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that `run` takes for the server's target, before the reference draft; damaged, `outrider pull` helps."""
-    monkeypatch.setattr(examination, "profile_draft", profile := Mock(return_value=PROFILE))
+    monkeypatch.setattr("outrider.edge.doctor.examine.profile_draft", profile := Mock(return_value=PROFILE))
     shelf = Shelf(tmp_path / "cache" / "drafts")
     reference = make_draft(tmp_path / "cache" / "pairs" / "a" / "draft").path
     with serve_fake() as server:
@@ -269,6 +268,6 @@ def test_one_real_examination(
     fake_bundle: Path, server: FakeServer, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the installed packages and a probe in its own process, through the command."""
-    monkeypatch.setattr(examination, "profile_draft", profile_draft)
+    monkeypatch.setattr("outrider.edge.doctor.examine.profile_draft", profile_draft)
     code, found = doctor("--server", server.url, "--draft", str(fake_bundle), "--runtime", "ngram")
     assert code == 0 and "n-gram" in found["draft's device"]["found"]

@@ -21,8 +21,16 @@ from tests.tiny_models import export_openvino, make_tiny_model
 
 from outrider.edge.cli.doctor_screen import draft_for_npu
 from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.doctor import npu
-from outrider.edge.doctor.npu import MAX_LINES, NOT_HARDWARE, WIDTH, NpuReport, examine_npu, system_npu, without_names
+from outrider.edge.doctor.npu import (
+    MAX_LINES,
+    NOT_HARDWARE,
+    PROPERTIES,
+    WIDTH,
+    NpuReport,
+    examine_npu,
+    system_npu,
+    without_names,
+)
 from outrider.edge.doctor.npu_steps import LEAST_POSITIONS, POSITIONS, PROMPT, Place, Step, fixed_tokens, fork, scores
 from outrider.edge.doctor.probe import ProbeFailed
 from outrider.edge.store.shelf import PulledFor, Shelf
@@ -140,10 +148,10 @@ class Steps:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Steps of a machine with a working NPU."""
     found = Steps()
-    properties = dict.fromkeys(npu.PROPERTIES) | {"FULL_DEVICE_NAME": "Intel(R) AI Boost", "NPU_DRIVER_VERSION": "32.0"}
+    properties = dict.fromkeys(PROPERTIES) | {"FULL_DEVICE_NAME": "Intel(R) AI Boost", "NPU_DRIVER_VERSION": "32.0"}
     facts = {"version": "2026.4.1", "devices": ["CPU", "NPU"], "processor": "Ultra", "npus": {"NPU": properties}}
-    monkeypatch.setattr(npu, "ask_openvino", lambda properties: facts)
-    monkeypatch.setattr(npu, "run_npu_step", found)
+    monkeypatch.setattr("outrider.edge.doctor.npu.ask_openvino", lambda properties: facts)
+    monkeypatch.setattr("outrider.edge.doctor.npu.run_npu_step", found)
     return found
 
 

@@ -22,17 +22,15 @@ from tests.serving import fake_tokenizer
 
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
 from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.doctor import cloud as cloud_checks
-from outrider.edge.doctor import examine as examination
-from outrider.edge.doctor import probe
 from outrider.edge.doctor.bundles import Bundles, cached_drafts, check_bundle
-from outrider.edge.doctor.cloud import CloudReport, Facts, check_tokenizer
+from outrider.edge.doctor.cloud import CloudReport, Facts, _check_protocol, _limited, check_tokenizer
 from outrider.edge.doctor.examine import (
     check_disk,
     check_memory,
     check_packages,
     check_power,
     check_runtimes,
+    judge_speed,
 )
 from outrider.edge.doctor.findings import Failed, Finding, guarded, without_secrets
 from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
@@ -61,7 +59,7 @@ def test_what_is_slow_is_named(
 ) -> None:
     """Draft, target or network, with all three times."""
     profile = TimedDraft(words="int8", open_s=0.5, calls_ms={1: token_ms}, worst_ms=token_ms)
-    finding = examination.judge_speed(profile, step_ms, round_trip_ms)
+    finding = judge_speed(profile, step_ms, round_trip_ms)
     assert finding.status == status and found in finding.found and bool(finding.advice) == (found[:10] != "the target")
 
 
@@ -106,11 +104,11 @@ def test_a_driver_that_crashes_ends_only_its_probe(tmp_path: Path, monkeypatch: 
     program.touch(0o755)
     monkeypatch.setattr("outrider.edge.doctor.probe.sys.executable", str(program))
     for script, timeout_s, words in (
-        ("echo loading >&2\nkill -SEGV $$", probe.TIMEOUT_S, "its process was ended by SIGSEGV: loading"),
+        ("echo loading >&2\nkill -SEGV $$", 30.0, "its process was ended by SIGSEGV: loading"),
         ("exec sleep 60", 0.05, "no answer within"),
     ):
         program.write_text(f"#!/bin/sh\n{script}\n")
-        monkeypatch.setattr(probe, "TIMEOUT_S", timeout_s)
+        monkeypatch.setattr("outrider.edge.doctor.probe.TIMEOUT_S", timeout_s)
         with pytest.raises(ProbeFailed, match=words):
             ask_runtime("openvino")
 
@@ -204,10 +202,10 @@ def test_a_slow_name_server_does_not_hang_the_doctor() -> None:
     """Looking up a name has no time limit of its own."""
     release = threading.Event()
     with pytest.raises(TimeoutError, match="no answer within"):
-        cloud_checks._limited(lambda: release.wait(30), 0.01)
+        _limited(lambda: release.wait(30), 0.01)
     release.set()
     start = time.monotonic()
-    assert cloud_checks._limited(lambda: 3, 5.0) == 3 and time.monotonic() - start < 5.0
+    assert _limited(lambda: 3, 5.0) == 3 and time.monotonic() - start < 5.0
 
 
 def test_a_certificate_of_another_time_points_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +252,7 @@ def test_protocols_and_tokenizers_must_fit() -> None:
     """An older server still works, with less; another tokenizer is mapped."""
 
     def protocol(version: int) -> Finding:
-        return cloud_checks._check_protocol(Facts(name="target", protocol=version, tokenizer="a" * 64))
+        return _check_protocol(Facts(name="target", protocol=version, tokenizer="a" * 64))
 
     assert protocol(PROTOCOL_VERSION).status == "ok" and protocol(1).advice == "update the server"
     assert protocol(PROTOCOL_VERSION + 1).advice == "update outrider on this device"

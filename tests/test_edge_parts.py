@@ -25,7 +25,6 @@ from tests.serving import FakeServer
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.edge.link.sender import DraftSender
-from outrider.models.client import exchange
 from outrider.models.client.checks import EventParser
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
@@ -189,7 +188,7 @@ async def test_texts_one_after_the_other_share_a_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader stops at the session's end, before the body's: the rest is read for it. Without, each text connects."""
-    monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)  # a busy machine may be slow
+    monkeypatch.setattr("outrider.models.client.exchange._END_S", TIMEOUT_S)  # a busy machine may be slow
     seen: set[int] = set()
     async with VerifierClient(server.url, ONE) as client:
         for _ in range(3):
@@ -213,7 +212,7 @@ async def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: p
             for _ in range(2):
                 async with client.open_session(REQUEST) as events, aclosing(events):
                     assert [each.type async for each in until_end(events)] == ["open", "end"]
-        monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)
+        monkeypatch.setattr("outrider.models.client.exchange._END_S", TIMEOUT_S)
         async with VerifierClient(server.url, ONE) as client:
             stack = client.open_session(REQUEST)
             events = await stack.__aenter__()

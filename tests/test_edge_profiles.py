@@ -17,8 +17,14 @@ from tests.ranks import read_ranks
 from tests.serving import FakeServer
 
 from outrider.edge.cli.summary import result_as_json, summary_lines
-from outrider.edge.devices import energy
-from outrider.edge.devices.energy import EnergyMeter, EnergySpan, energy_meter, powercap_meter, windows_meter
+from outrider.edge.devices.energy import (
+    EnergyMeter,
+    EnergySpan,
+    _RawCounter,
+    energy_meter,
+    powercap_meter,
+    windows_meter,
+)
 from outrider.edge.devices.profiles import (
     CALL_SIZES,
     Link,
@@ -104,7 +110,7 @@ def test_why_there_is_no_meter(laptop: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert words in str(powercap_meter(laptop))
 
     refused = PermissionError(13, "Permission denied", str(laptop / "intel-rapl:0" / "energy_uj"))
-    monkeypatch.setattr(energy, "_number", Mock(side_effect=refused))
+    monkeypatch.setattr("outrider.edge.devices.energy._number", Mock(side_effect=refused))
     why = str(powercap_meter(laptop))
     assert f"only root may read {laptop / 'intel-rapl:0' / 'energy_uj'}" in why
     assert f"sudo chmod a+r {laptop}/intel-rapl:*/energy_uj" in why and "CVE-2020-8694" in why
@@ -127,7 +133,7 @@ def pdh_with(opened: int = 0, added: int = 0, status: int = 0) -> Mock:
 
 def test_windows_counts_picowatt_hours() -> None:
     """Not run on Windows: the layout is that of PDH_RAW_COUNTER, and a counter without a value is none."""
-    assert energy._RawCounter.first.offset == 16 and ctypes.sizeof(energy._RawCounter) == 40
+    assert _RawCounter.first.offset == 16 and ctypes.sizeof(_RawCounter) == 40
     pdh = pdh_with()
     span = EnergySpan(windows_meter(pdh))
     assert pdh.PdhAddEnglishCounterW.call_args.args[1] == r"\Energy Meter(RAPL_Package0_PKG)\Energy"
@@ -141,13 +147,15 @@ def test_windows_counts_picowatt_hours() -> None:
 def moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """This system's meter moves by half a joule with each reading."""
     readings = count()
-    monkeypatch.setattr(energy, "energy_meter", lambda: EnergyMeter(lambda: (next(readings),), 0.5, (1 << 63,)))
+    monkeypatch.setattr(
+        "outrider.edge.devices.energy.energy_meter", lambda: EnergyMeter(lambda: (next(readings),), 0.5, (1 << 63,))
+    )
 
 
 def test_energy_is_read_before_the_clock_of_a_text_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meter is made and read outside of what the text's times count."""
     calls = Mock(**{"meter.return_value": "none", "clock.return_value": 0.0})
-    monkeypatch.setattr(energy, "energy_meter", calls.meter)
+    monkeypatch.setattr("outrider.edge.devices.energy.energy_meter", calls.meter)
     Recorder(Mode.STREAM, clock=calls.clock)
     assert calls.mock_calls == [call.meter(), call.clock()]
 

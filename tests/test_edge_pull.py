@@ -21,9 +21,8 @@ from tests.waiting import run
 
 from outrider.cloud.api.state import DownloadLimits, ServerSettings
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.store import fetch
 from outrider.edge.store.choice import OfferChoice
-from outrider.edge.store.fetch import Progress
+from outrider.edge.store.fetch import MAX_FAILURES, Progress
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import hash_file
@@ -105,7 +104,7 @@ def test_a_pull_to_a_directory(server: FakeServer, place: Path, shelf: Shelf, tm
 
 def test_a_connection_that_is_cut_is_resumed(place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server that closes every download after a piece: the parts make the file, none is sent twice."""
-    monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("outrider.edge.store.fetch.FIRST_PAUSE_S", 0.0)
     notes, settings = list[str](), ServerSettings(download_limits=DownloadLimits(grace_s=-1.0, min_rate=1e15))
     with serve_fake(settings, drafts=place) as cutting:
         result, num_bytes = pull(cutting.url, note=notes.append)
@@ -341,7 +340,7 @@ def test_servers_that_have_nothing_to_pull(
 @pytest.mark.parametrize(
     ("status", "words", "num_asked"),
     [
-        (503, r"openvino_model\.bin broke off after 0\.0 of 1\.5 MB: .*some words.*to go on", fetch.MAX_FAILURES),
+        (503, r"openvino_model\.bin broke off after 0\.0 of 1\.5 MB: .*some words.*to go on", MAX_FAILURES),
         (410, r"some words\. Run `outrider pull` again: the server may have another draft", 1),
     ],
 )
@@ -349,7 +348,7 @@ def test_a_download_that_brings_nothing_is_given_up(
     status: int, words: str, num_asked: int, place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a few attempts, with how far it came; a file that is gone at once."""
-    monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("outrider.edge.store.fetch.FIRST_PAUSE_S", 0.0)
     asked, inner = list[str](), lying(lambda listed, files: None, place)
 
     def answer(request: httpx.Request) -> httpx.Response:

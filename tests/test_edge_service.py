@@ -18,7 +18,6 @@ from xml.etree import ElementTree
 import pytest
 from tests.commands import Outrider
 
-from outrider.edge.cli import setup_screens as service_screen
 from outrider.edge.setup.service import (
     MARK,
     Service,
@@ -173,8 +172,8 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
         return True, "active"
 
     made = service(tmp_path)
-    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
-    monkeypatch.setattr(service_screen, "run_command", take)
+    monkeypatch.setattr("outrider.edge.cli.setup_screens.service_here", lambda module: made)
+    monkeypatch.setattr("outrider.edge.cli.setup_screens.run_command", take)
     return commands
 
 
@@ -225,7 +224,7 @@ def test_what_exists_does_not_run_yet(tmp_path: Path, outrider: Outrider, monkey
         made = service(tmp_path, system)
         write_service(made)
         told = replace(made, ask=(sys.executable, "-c", f"print({shown!r}.encode('ascii', 'replace').decode())"))
-        monkeypatch.setattr(service_screen, "service_here", lambda module, told=told: told)
+        monkeypatch.setattr("outrider.edge.cli.setup_screens.service_here", lambda module, told=told: told)
         assert ("knows it as stopped" in outrider("service", "status", code=0 if does_run else 1).out) != does_run
 
 
@@ -240,7 +239,7 @@ def test_an_install_ends_what_ran_before(
 ) -> None:
     """A task that runs is not started a second time."""
     made = service(tmp_path, system)
-    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
+    monkeypatch.setattr("outrider.edge.cli.setup_screens.service_here", lambda module: made)
     outrider("service", "install")
     assert managed == [made.turn_off[0], *made.turn_on]
 
@@ -259,7 +258,9 @@ def test_a_manager_that_fails_is_reported_with_the_command(
     config: Path, managed: list[tuple[str, ...]], outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is there, so the user can run the command later; the exit status says that it is not done."""
-    monkeypatch.setattr(service_screen, "run_command", lambda command: (False, "Failed to connect to bus"))
+    monkeypatch.setattr(
+        "outrider.edge.cli.setup_screens.run_command", lambda command: (False, "Failed to connect to bus")
+    )
     shown = outrider("service", "install", code=1)
     assert "`systemctl --user daemon-reload` failed: Failed to connect to bus" in shown.err
     assert "started" not in shown.out
