@@ -117,8 +117,10 @@ def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("system", "place"), PLACES)
-def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, system: str, place: str) -> None:
-    """Written whole or not at all; the same content is left alone; only a file of ours is removed."""
+def test_a_file_of_other_content_is_replaced_only_with_force(
+    tmp_path: Path, system: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written whole or not at all, on a full disk too; the same content is left alone; only a file of ours is removed."""
     made = service(tmp_path, system)
     assert made.path == tmp_path / place
     assert write_service(made) and not write_service(made)
@@ -130,19 +132,13 @@ def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, sys
             change(made)
         assert made.path.read_bytes() == mine
     assert write_service(made, force=True) and made.path.read_bytes() == made.content
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        write_service(service(tmp_path, system, has_config=False), force=True)
+    assert made.path.read_bytes() == made.content
     assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]  # no temporary file is left
     remove_service(made)
     assert not made.path.exists()
-
-
-def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No half a unit, no temporary file."""
-    made = service(tmp_path)
-    write_service(made)
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        write_service(service(tmp_path, has_config=False), force=True)
-    assert made.path.read_bytes() == made.content and len(list(made.path.parent.iterdir())) == 1
 
 
 def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
