@@ -22,7 +22,6 @@ from outrider.edge.drafting.depth import (
 )
 from outrider.edge.drafting.estimates import Estimates
 from outrider.models.picks.sampling import Candidates
-from outrider.models.wire.protocol import MAX_DRAFT_LAG_MS, SessionRequest
 
 
 def judged(num_matched: int, is_wrong: bool) -> CommitOutcome:
@@ -83,13 +82,6 @@ def test_drafting_goes_on_after_the_device_has_slept_in_a_call() -> None:
     controller.observe(judged(1, True))
     plan = controller.plan()
     assert plan.depth > 0 and not plan.silent and plan.floor < 0.5
-
-
-def test_a_round_trip_of_a_night_is_announced_as_the_longest_that_a_server_takes() -> None:
-    """A laptop that sleeps while a message is on its way measures hours; the next text must open all the same."""
-    estimates = Estimates()
-    estimates.on_posted(8 * 3600e3)
-    assert SessionRequest(prompt=[1], max_tokens=1, draft_lag_ms=estimates.lag_ms).draft_lag_ms == MAX_DRAFT_LAG_MS
 
 
 @settings(deadline=None, max_examples=25)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -15,13 +14,9 @@ from tests.serving import FakeServer, code_of, fake_tokenizer, serve_fake
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.tree import GuessTree, look
-from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE, MAX_GUESSES
 from outrider.edge.serve.server import COSTLY_PATHS
-from outrider.models.client.client import VerifierClient
-from outrider.models.client.errors import EndpointLost
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen, SessionRequest
 
 
 def body(**fields: object) -> dict[str, Any]:
@@ -97,25 +92,6 @@ def test_an_artificial_round_trip_is_for_one_text_only(local: LocalEndpoint) -> 
     (cloud,) = httpx.get(f"{local.url}/health/ready", timeout=60.0).json()["clouds"]
     assert cloud["round_trip_ms"] < 400
     assert whole_text(events) == completion(local, max_tokens=6)
-
-
-async def test_a_delayed_link_keeps_order_and_errors(cloud: FakeServer) -> None:
-    """Events come in order, each late; errors are raised as before, and leaving early ends the session."""
-    request = SessionRequest(prompt=fake_tokenizer().encode(PROMPT), max_tokens=8, ignore_eos=True)
-    loop = asyncio.get_running_loop()
-    async with VerifierClient(cloud.url) as client:
-        began = loop.time()
-        async with DelayedClient(client, 0.2).open_session(request) as events:
-            first, *commits, last = [event async for event in events]
-        assert isinstance(first, SessionOpen) and isinstance(last, SessionEnd) and loop.time() - began >= 0.2
-        bases = [event.base for event in commits if isinstance(event, Commit)]
-        assert bases == sorted(bases) and len(bases) == len(commits)
-        async with DelayedClient(client, 0.01).open_session(request.model_copy(update={"max_tokens": 500})) as events:
-            assert isinstance(await anext(events), SessionOpen)
-        await asyncio.to_thread(cloud.wait_until, cloud.is_empty)
-    with pytest.raises(EndpointLost):
-        async with VerifierClient("http://127.0.0.1:9") as far, DelayedClient(far, 0.01).open_session(request):
-            pass
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.raw_server import RawServer, raw_server
 from tests.serving import FakeServer
 from tests.waiting import TIMEOUT_S, wait_until
 
+from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.link.sender import DraftSender
 from outrider.models.client.checks import EventParser
 from outrider.models.client.client import ClientOptions, VerifierClient
@@ -279,6 +280,25 @@ async def test_over_another_transport_a_cancellation_reaches_the_request() -> No
         await asked.wait()
         task.cancel()
         await cut.wait()
+
+
+async def test_a_delayed_link_keeps_order_and_errors(server: FakeServer) -> None:
+    """Events come in order, each late; errors are raised as before, and leaving early ends the session."""
+    request = SessionRequest(prompt=[5, 6], max_tokens=8, ignore_eos=True)
+    loop = asyncio.get_running_loop()
+    async with VerifierClient(server.url) as client:
+        began = loop.time()
+        async with DelayedClient(client, 0.2).open_session(request) as events:
+            first, *commits, last = [event async for event in events]
+        assert isinstance(first, SessionOpen) and isinstance(last, SessionEnd) and loop.time() - began >= 0.2
+        bases = [event.base for event in commits if isinstance(event, Commit)]
+        assert bases == sorted(bases) and len(bases) == len(commits)
+        async with DelayedClient(client, 0.01).open_session(request.model_copy(update={"max_tokens": 500})) as events:
+            assert isinstance(await anext(events), SessionOpen)
+        await asyncio.to_thread(server.wait_until, server.is_empty)
+    with pytest.raises(EndpointLost):
+        async with VerifierClient("http://127.0.0.1:9") as far, DelayedClient(far, 0.01).open_session(request):
+            pass
 
 
 def echo(server: RawServer, connection: socket.socket) -> None:

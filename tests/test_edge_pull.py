@@ -14,16 +14,17 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.agents import Passing
+from tests.agents import Passing, nowhere
 from tests.drafts import files_of, make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.waiting import run
 
 from outrider.cloud.api.state import DownloadLimits, ServerSettings
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.store.choice import OfferChoice
+from outrider.edge.link.endpoints import RetryPolicy
+from outrider.edge.store.choice import OfferChoice, Wishes
 from outrider.edge.store.fetch import MAX_FAILURES, Progress
-from outrider.edge.store.pull import PullResult, list_offered, pull_draft
+from outrider.edge.store.pull import PullResult, find_offer, list_offered, pull_draft
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.client.errors import ProtocolBroken
@@ -360,3 +361,17 @@ def test_a_download_that_brings_nothing_is_given_up(
     with pytest.raises(CloudError, match=words):
         pull("http://cloud.example", transport=httpx.MockTransport(answer))
     assert len(asked) == num_asked
+
+
+async def test_a_cloud_that_may_have_one_is_tried_again() -> None:
+    """The first one is down, the second has none: the first is tried again before that is an error."""
+    notes, dead = list[str](), nowhere()
+    policy = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
+    with serve_fake() as empty, pytest.raises(CloudError) as raised:
+        async with DraftClient(dead) as first, DraftClient(empty.url) as second:
+            await find_offer([first, second], Wishes(), notes.append, policy)
+    assert str(raised.value).startswith(
+        f"No verifier answers at {dead}. Is `outrider-cloud serve` running there? Gave up after 3 attempts in "
+    )
+    assert f"{empty.url} has no drafts for its target" in str(raised.value)
+    assert notes[1] == f"{empty.url} has no drafts for its target. Trying {dead}."

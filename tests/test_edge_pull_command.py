@@ -23,15 +23,10 @@ from outrider.edge.cli.command_options import ServeOptions
 from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
-from outrider.edge.link.downloads import DraftClient
-from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.store.choice import Wishes
-from outrider.edge.store.pull import find_offer
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.bundle.reference_export import AUTO
-from outrider.models.errors import CloudError
 
 
 @pytest.fixture(autouse=True)
@@ -127,20 +122,6 @@ def test_a_server_that_lies_about_sizes_fills_no_disk(
     assert "Traceback" not in error and list(shelf.drafts()) == []
     assert ("/v1/drafts/cpu/pad.txt" in asked) == bool(asked) == is_announced, error
     assert on_disk <= (total if is_announced else 0), error
-
-
-async def test_a_cloud_that_may_have_one_is_tried_again(empty: FakeServer) -> None:
-    """The first one is down, the second has none: the first is tried again before that is an error."""
-    notes, dead = list[str](), nowhere()
-    policy = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
-    async with DraftClient(dead) as first, DraftClient(empty.url) as second:
-        with pytest.raises(CloudError) as raised:
-            await find_offer([first, second], Wishes(), notes.append, policy)
-    assert str(raised.value).startswith(
-        f"No verifier answers at {dead}. Is `outrider-cloud serve` running there? Gave up after 3 attempts in "
-    )
-    assert f"{empty.url} has no drafts for its target" in str(raised.value)
-    assert notes[1] == f"{empty.url} has no drafts for its target. Trying {dead}."
 
 
 def test_what_several_clouds_have_is_said_of_each(

@@ -13,9 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.agents import MODES, VOCAB, Clock, generate, scripted_client
-from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import serve_fake
+from tests.agents import MODES, Clock, generate, scripted_client
 
 from outrider.edge.cli.summary import summary_lines
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
@@ -27,7 +25,16 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.errors import CloudError, RequestError
-from outrider.models.wire.protocol import Commit, ErrorAnswer, ErrorBody, SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.models.wire.protocol import (
+    MAX_DRAFT_LAG_MS,
+    Commit,
+    ErrorAnswer,
+    ErrorBody,
+    SessionEnd,
+    SessionOpen,
+    SessionRequest,
+    Usage,
+)
 from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
 EOS = 9
@@ -110,6 +117,13 @@ async def stream(
     return await generate([scripted_client(handler)], request, retry=retry, sleep=clock.sleep, clock=clock)
 
 
+def test_a_round_trip_of_a_night_is_announced_as_the_longest_that_a_server_takes() -> None:
+    """A laptop that sleeps while a message is on its way measures hours; the next text must open all the same."""
+    estimates = Estimates()
+    estimates.on_posted(8 * 3600e3)
+    assert SessionRequest(prompt=[1], max_tokens=1, draft_lag_ms=estimates.lag_ms).draft_lag_ms == MAX_DRAFT_LAG_MS
+
+
 async def test_newer_times_of_a_step_decide_at_once() -> None:
     """A draft that seems dear when the session opens is used from the commit on that says that it is not."""
     dear = SessionOpen(session="s", model="scripted", stop_ids=[EOS], step_ms=30.0, draft_token_ms=26.6)
@@ -154,15 +168,6 @@ async def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None
     result = await stream(script, request)
     assert (result.tokens, result.finish_reason) == ((5, EOS, 6), "length")
     assert script.requests[1].prompt == [*PROMPT, 5, EOS] and script.requests[1].ignore_eos
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
-    """max_positions counts the prompt and every token of the text, in both modes."""
-    request = GenerationRequest(PROMPT, max_tokens=100, ignore_eos=True)
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, max_positions=20)) as server:
-        result = await generate([server.url], request, mode=mode, depth=FixedDepth(0))
-    assert result.finish_reason == "context" and len(PROMPT) + len(result.tokens) == 20
 
 
 async def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.agents import MODES, SAMPLED, SURE, VOCAB, Clock, drafter, generate, truth, whole
-from tests.fake_runtime import FakeSequenceRuntime
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import FakeServer, StepGate, serve_fake
 from tests.waiting import TIMEOUT_S, run
 
@@ -101,6 +101,14 @@ async def test_a_prompt_that_the_draft_cannot_hold_is_continued_by_the_cloud_alo
     assert result.tokens == truth(request) and result.draft_error is None
     assert result.num_drafted <= max(0, 16 - num_prompt) * 12  # a rejected one may be drafted again
     assert (result.num_drafted > 0) == (num_prompt < 16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
+    """max_positions counts the prompt and every token of the text, in both modes."""
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, max_positions=20)) as server:
+        result = await generate([server.url], whole((1, 2, 3), max_tokens=100), mode=mode, depth=FixedDepth(0))
+    assert result.finish_reason == "context" and len(result.tokens) == 20 - 3
 
 
 async def test_a_late_draft_joins_when_it_is_ready() -> None:

@@ -30,6 +30,7 @@ from tests.local_endpoint import (
     posted,
     serve_local,
 )
+from tests.raw_server import NOT_FOUND, RawServer, raw_server
 from tests.serving import FakeServer, StepGate, bearer, fake_tokenizer, serve_fake
 
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
@@ -321,3 +322,28 @@ def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer
             assert error["code"] == "no_verifier" and "another target" in error["message"]
             assert local.post(fields, path)["model"] == "other"
             upstream._facts = (upstream.clock(), FACTS)
+
+
+def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the look finds is logged when it has ended."""
+    may_answer = threading.Event()
+
+    def slow(server: RawServer, connection: Any) -> None:
+        assert may_answer.wait(30.0)
+        connection.sendall(NOT_FOUND)
+
+    monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
+    with raw_server(slow) as cloud, serve_local(cloud.url) as local:
+        assert httpx.get(f"{local.url}/health/live").status_code == 200
+        assert "it is still looked for" in caplog.text and "requests get 503" not in caplog.text
+        may_answer.set()
+        local.wait_until(lambda: "no verifier yet; requests get 503, still trying" in caplog.text)
+
+
+def test_a_start_without_a_verifier_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The command has named the address that does not answer before."""
+    with serve_local("http://127.0.0.1:9") as local:
+        assert httpx.get(f"{local.url}/health/live").status_code == 200
+    assert caplog.messages == ["no verifier yet; requests get 503, still trying"]

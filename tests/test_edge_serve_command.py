@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
-import httpx
 import pytest
 from tests.agents import nowhere
 from tests.commands import KEY, OTHER_KEY, Outrider, key_file
 from tests.drafts import make_draft
-from tests.local_endpoint import serve_local
-from tests.raw_server import NOT_FOUND, RawServer, raw_server
 from tests.serving import serve_fake
 from tests.waiting import run
 
@@ -180,31 +176,6 @@ def test_a_verifier_that_never_answers_delays_the_start_little(
         shown = outrider("serve", "--port", "0", "--cloud", url).err
         assert len(started.cores) == 1 and time.monotonic() - began < 10.0
     assert f"No verifier answers at {url} within 0.2 s." in shown and f"draft: d, pulled from {url}" in shown
-
-
-def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What the look finds is logged when it has ended."""
-    may_answer = threading.Event()
-
-    def slow(server: RawServer, connection: socket.socket) -> None:
-        assert may_answer.wait(30.0)
-        connection.sendall(NOT_FOUND)
-
-    monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
-    with raw_server(slow) as cloud, serve_local(cloud.url) as local:
-        assert httpx.get(f"{local.url}/health/live").status_code == 200
-        assert "it is still looked for" in caplog.text and "requests get 503" not in caplog.text
-        may_answer.set()
-        local.wait_until(lambda: "no verifier yet; requests get 503, still trying" in caplog.text)
-
-
-def test_a_start_without_a_verifier_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """The command has named the address that does not answer before."""
-    with serve_local("http://127.0.0.1:9") as local:
-        assert httpx.get(f"{local.url}/health/live").status_code == 200
-    assert caplog.messages == ["no verifier yet; requests get 503, still trying"]
 
 
 def test_the_verifiers_key_and_the_clients_keys_are_told_apart(

@@ -120,7 +120,7 @@ def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> Non
 def test_a_file_of_other_content_is_replaced_only_with_force(
     tmp_path: Path, system: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written whole or not at all, on a full disk too; the same content is left alone; only a file of ours is removed."""
+    """Written whole or not at all, on a full disk too; the same is left alone; only a file of ours is removed."""
     made = service(tmp_path, system)
     assert made.path == tmp_path / place
     assert write_service(made) and not write_service(made)
