@@ -89,11 +89,6 @@ class Browser:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def events_of(self, session: str, *methods: str) -> list[dict[str, Any]]:
-        """The parameters of the events so far."""
-        with self._changed:
-            return [e["params"] for e in self.events if e.get("sessionId") == session and e["method"] in methods]
-
     @contextmanager
     def page(self, width: int = 1280, height: int = 900) -> Iterator[Page]:
         """A new, empty tab, in a context of its own."""
@@ -211,12 +206,13 @@ class Page:
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and violations of the content policy."""
-        entries = [e["entry"] for e in self._browser.events_of(self._session, "Log.entryAdded")]
-        calls = self._browser.events_of(self._session, "Runtime.consoleAPICalled")
+        found = [(e["method"], e["params"]) for e in [*self._browser.events] if e.get("sessionId") == self._session]
+        entries = [params["entry"] for method, params in found if method == "Log.entryAdded"]
+        calls = [params for method, params in found if method == "Runtime.consoleAPICalled"]
         return [
             *(str(entry["text"]) for entry in entries if entry["level"] in ("error", "warning")),
             *(str(call["args"]) for call in calls if call["type"] in ("error", "warning", "assert")),
-            *map(str, self._browser.events_of(self._session, "Runtime.exceptionThrown")),
+            *(str(params) for method, params in found if method == "Runtime.exceptionThrown"),
         ]
 
 

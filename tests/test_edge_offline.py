@@ -29,7 +29,6 @@ from tests.local_endpoint import (
     serve_local,
 )
 from tests.serving import FakeServer, StepGate, bearer, code_of, fake_tokenizer, serve_fake, target_tokens
-from tests.waiting import run
 
 from outrider.edge.cli.run import offline_line
 from outrider.edge.cli.summary import summary_lines
@@ -100,15 +99,25 @@ TRUTH = target_tokens(TOKENS, COUNT, PARAMS)
 NOWHERE = "http://127.0.0.1:9"
 
 
-def test_without_a_cloud_the_draft_writes_alone_and_says_so() -> None:
-    """A draft that agrees with the target writes its text; every token is marked all the same."""
-    script = Script()
-    text = run(script.run(NOWHERE))
+@pytest.mark.parametrize("answers", [False, True])
+async def test_without_a_cloud_the_draft_writes_alone_and_says_so(answers: bool) -> None:
+    """A draft that agrees with the target writes its text; every token is marked all the same. A cloud that answers and
+    serves no text holds nothing up: it is tried again at once, and then after pauses, while the draft writes on.
+    """
+    script, looks = Script(), list[int]()
+
+    async def find_cloud() -> bool:
+        looks.append(script.num_unverified)
+        return True
+
+    text = await script.run(NOWHERE, find_cloud if answers else None)
     result = whole_result(text)
-    assert list(result.tokens) == text.tokens == script.shown == text.local == TRUTH
+    assert list(result.tokens) == text.tokens == script.shown == text.local == TRUTH and not text.verified
     assert script.num_unverified == COUNT and text.as_json()["verified"] is False
     assert set(result.sources) == {Source.UNVERIFIED} and summary_lines(result)[0].endswith(", no target pass")
     assert "UNVERIFIED: the draft wrote the last 40 of 40 tokens alone" in offline_line(text)
+    assert script.pauses[:6] == ([1.0, 2.0, 4.0, 8.0, 10.0, 10.0] if answers else [])
+    assert len(looks) <= 1 + len(script.pauses) and text.as_json()["error"] is not None
 
 
 @pytest.mark.parametrize("agreement", [1.0, 0.7])
@@ -128,19 +137,6 @@ async def test_what_was_written_alone_is_verified_once_a_cloud_is_back(agreement
     assert (text.num_replaced == 0) == (agreement == 1.0) == (not script.num_replacements)
     assert set(whole_result(text).sources) <= {Source.DRAFT, Source.TARGET}
     assert "the target confirmed" in offline_line(text)
-
-
-def test_a_cloud_that_answers_and_serves_no_text_holds_nothing_up() -> None:
-    """It is tried again at once, and then after pauses: the draft writes on meanwhile, and the text ends unverified."""
-    script, looks = Script(), list[int]()
-
-    async def find_cloud() -> bool:
-        looks.append(script.num_unverified)
-        return True
-
-    text = run(script.run(NOWHERE, find_cloud))
-    assert text.local == TRUTH and not text.verified and text.as_json()["error"] is not None
-    assert script.pauses[:6] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0] and len(looks) <= 1 + len(script.pauses)
 
 
 def test_what_is_said_of_each_token_goes_with_it() -> None:

@@ -68,6 +68,7 @@ async def test_a_texts_end_waits_for_no_call_of_the_draft(is_cancelled: bool) ->
         assert not held.go.is_set() and task.cancelled() == is_cancelled
         assert is_cancelled or task.result().tokens == truth(whole(LONG, SAMPLED, 24))
     closing = asyncio.create_task(asyncio.to_thread(draft.close))
+    await asyncio.sleep(0)  # its thread has begun
     held.go.set()
     await closing
     agent.scheduler.join()
