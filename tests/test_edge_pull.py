@@ -118,37 +118,39 @@ class Killed(BaseException):
     """Ends a pull as a signal does."""
 
 
-def kill(done: int) -> None:
-    """In the middle of the weights."""
-    if done > 600_000:
-        raise Killed
+def midway(error: BaseException) -> Callable[[int], None]:
+    """Raises it in the middle of the weights."""
+
+    def on_change(done: int) -> None:
+        if done > 600_000:
+            raise error
+
+    return on_change
 
 
-def test_a_killed_pull_goes_on_where_it_stopped(server: FakeServer, place: Path, shelf: Shelf) -> None:
-    """The part is kept apart from the bundle, which is not there before it is whole."""
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_killed_pull_goes_on_where_it_stopped(
+    has_ranges: bool, server: FakeServer, place: Path, shelf: Shelf
+) -> None:
+    """The part is kept apart from the bundle, which is not there before it is whole. From a server without ranges what
+    is here of a file is dropped: the answer begins at its first byte.
+    """
+
+    def pass_on(request: httpx.Request) -> None:
+        assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
+        if not has_ranges:
+            request.headers.pop("range", None)
+
     with pytest.raises(Killed):
-        pull(server.url, on_change=kill)
+        pull(server.url, on_change=midway(Killed()))
     assert list(shelf.drafts()) == []
     (partial,) = (path for path in shelf.root.iterdir() if path.is_dir())
     kept = (partial / "openvino_model.bin").stat().st_size
     assert partial.name.startswith(".") and 500_000 < kept < len(CONTENT)
-    result, num_bytes = pull(server.url)
+    result, num_bytes = pull(server.url, transport=Passing(pass_on))
     assert result.is_new and files_of(result.path) == files_of(place / "cpu") and not partial.exists()
-    assert num_bytes < len(CONTENT) - kept + 20_000  # the rest, the small files after it, and the list
-
-
-def test_a_server_without_ranges_begins_again(place: Path, shelf: Shelf) -> None:
-    """What is here of a file is dropped: the answer begins at its first byte."""
-
-    def forget(request: httpx.Request) -> None:
-        request.headers.pop("range", None)
-        assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
-
-    with serve_fake(drafts=place) as running:
-        with pytest.raises(Killed):
-            pull(running.url, on_change=kill)
-        result, num_bytes = pull(running.url, transport=Passing(forget))
-    assert files_of(result.path) == files_of(place / "cpu") and num_bytes > len(CONTENT)
+    rest = len(CONTENT) - kept + 20_000  # of the file, the small files after it, and the list
+    assert num_bytes < rest if has_ranges else num_bytes > len(CONTENT)
 
 
 def test_a_damaged_file_is_named_and_the_others_are_kept(tmp_path: Path, shelf: Shelf) -> None:
@@ -205,12 +207,9 @@ def test_a_disk_without_room(server: FakeServer, shelf: Shelf, monkeypatch: pyte
         patched.setattr(shutil, "disk_usage", lambda path: room)
         pull(server.url)
 
-    def fill(done: int) -> None:
-        if done > 600_000:
-            raise OSError(28, "No space left on device")
-
+    full = OSError(28, "No space left on device")
     with pytest.raises(BundleError, match=r"the disk of .*drafts is full; free some space and run `outrider pull`"):
-        pull(server.url, on_change=fill)
+        pull(server.url, on_change=midway(full))
     assert list(shelf.drafts()) == [] and pull(server.url)[0].is_new
 
 
