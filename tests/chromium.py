@@ -49,14 +49,6 @@ KEYS = {
 CTRL, SHIFT = 2, 8
 
 
-def find_chromium() -> str:
-    """The program; skips the test where there is none."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if (found := shutil.which(name)) is not None:
-            return found
-    pytest.skip("there is no Chromium here: apt-get install chromium")
-
-
 class Browser:
     """A running Chromium. Its answers and events are read by a thread."""
 
@@ -218,8 +210,10 @@ class Page:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Starts Chromium with an empty profile."""
-    program = find_chromium()
+    """Starts Chromium with an empty profile; skips the test where there is none."""
+    programs = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    if (program := next(filter(None, programs), None)) is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         ours_in, theirs_out = _pipe()
         theirs_in, ours_out = _pipe()

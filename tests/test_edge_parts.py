@@ -158,7 +158,6 @@ async def test_faults_of_messages_are_what_they_say() -> None:
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""
-Ask = Callable[[VerifierClient], Coroutine[Any, Any, object]]
 
 
 REQUEST = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
@@ -235,7 +234,7 @@ async def until_end(events: AsyncIterator[SessionEvent]) -> AsyncIterator[Sessio
 @pytest.mark.parametrize("num_cuts", [1, 3])
 @pytest.mark.parametrize("ask", [post, read_text])
 async def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(
-    server: FakeServer, ask: Ask, num_cuts: int
+    server: FakeServer, ask: Callable[[VerifierClient], Coroutine[Any, Any, object]], num_cuts: int
 ) -> None:
     """httpcore loses it at the turns at which it takes the connection, and at those at which it gives it back."""
     for num_turns in range(40):

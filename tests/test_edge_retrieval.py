@@ -215,37 +215,31 @@ def documents(*texts: str) -> list[dict[str, str]]:
 
 @needs_bm25s
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_grounded_text_is_the_targets_for_the_same_prompt(
-    cloud: FakeServer, local: LocalEndpoint, is_stream: bool
+    cloud: FakeServer, local: LocalEndpoint, path: str, is_stream: bool
 ) -> None:
-    """The answer says which spans the prompt had; the cloud alone writes the same text for that prompt."""
+    """The answer says which spans the prompt had; the cloud alone writes the same text for that prompt. In a chat they
+    stand before the user's last words, and the target's template makes the prompt of them.
+    """
+    fields: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, **SAMPLED}
+    before = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hi."}]
+
+    def asked(words: str) -> dict[str, Any]:
+        chat = {"messages": [*before, {"role": "user", "content": words}]}
+        return chat if "chat" in path else {"prompt": words}
+
     prompt = grounded(QUERY, BYTES, RELEASE)
     assert "Zebras are striped." in prompt
-    fields: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, **SAMPLED}
-    alone = documents_of(httpx.post(f"{cloud.url}/v1/completions", json={"prompt": prompt, **fields}))[1]
-    asked = {"prompt": QUERY, "documents": documents(BYTES, RELEASE), "stream": is_stream, **fields}
-    (first, *others), text = documents_of(httpx.post(f"{local.url}/v1/completions", json=asked, timeout=60.0))
+    alone = documents_of(httpx.post(cloud.url + path, json=asked(prompt) | fields))[1]
+    whole = asked(QUERY) | fields | {"documents": documents(BYTES, RELEASE), "stream": is_stream}
+    (first, *others), text = documents_of(httpx.post(local.url + path, json=whole, timeout=60.0))
     assert text == alone and not any("passages" in each for each in others)
     (passage,) = first["passages"]
     assert (passage["document"], passage["first_line"], passage["last_line"]) == ("1", 5, 7)
     assert RELEASE[passage["start"] : passage["end"]] == "# Zebras\n\nZebras are striped."
+    assert first["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
     assert "passages" not in local.post({"prompt": "a", **fields})
-
-
-@needs_bm25s
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_a_grounded_chat_has_the_passages_before_the_users_last_words(
-    cloud: FakeServer, local: LocalEndpoint, is_stream: bool
-) -> None:
-    """The target's template makes the prompt of them."""
-    path, fields = "/v1/chat/completions", {"max_tokens": 24, "ignore_eos": True, **SAMPLED}
-    before = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hi."}]
-    same = [*before, {"role": "user", "content": grounded(QUERY, RELEASE)}]
-    alone = documents_of(httpx.post(cloud.url + path, json={"messages": same, **fields}))[1]
-    asked = {"messages": [*before, {"role": "user", "content": QUERY}], "documents": documents(RELEASE), **fields}
-    found, text = documents_of(httpx.post(local.url + path, json=asked | {"stream": is_stream}, timeout=60.0))
-    assert text == alone and len(found[0]["passages"]) == 1
-    assert not is_stream or found[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
 @needs_bm25s
