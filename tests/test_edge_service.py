@@ -134,7 +134,7 @@ def test_a_file_of_other_content_is_replaced_only_with_force(
     assert write_service(made, force=True) and made.path.read_bytes() == made.content
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-        write_service(service(tmp_path, system, has_config=False), force=True)
+        write_service(service(tmp_path, system, "another"), force=True)
     assert made.path.read_bytes() == made.content
     assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]  # no temporary file is left
     remove_service(made)
