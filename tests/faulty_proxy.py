@@ -1,4 +1,4 @@
-"""Makes a network worse than slow: cuts connections, alters what they carry, limits the rate, counts bytes."""
+"""Makes a network worse than slow: cuts connections, holds or alters what they carry, limits the rate, counts bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FaultyProxy(DelayProxy):
         self._random = random.Random(options.seed)
         self._free_at = {True: 0.0, False: 0.0}  # when the link has carried all before: up, down
         self._mark, self._cuts = b"", deque[int]()
-        self._num_flips, self._is_planting = 0, False
+        self._num_flips, self._is_planting, self._is_held = 0, False, False
         self.bytes_up = self.bytes_down = self.num_cuts = 0
 
     def cut(self) -> None:
@@ -49,6 +49,10 @@ class FaultyProxy(DelayProxy):
         is. Replaces what was asked before. A mark that two reads share is not seen.
         """
         self._loop.call_soon_threadsafe(self._set_cuts, mark, nums)
+
+    def hold(self) -> None:
+        """From now on nothing comes through, either way, and no connection is closed: a link that is dead."""
+        self._is_held = True
 
     def throttle(self, kbit_s: float) -> None:
         """Limits the link's rate each way, shared by all connections, for what comes from now on; 0 ends the limit."""
@@ -84,6 +88,8 @@ class FaultyProxy(DelayProxy):
             if self._cut_chance and self._random.random() < self._cut_chance:
                 self.num_cuts += 1
                 raise ConnectionResetError("cut on purpose")
+        if self._is_held:
+            return []
         if self._num_flips:
             self._num_flips -= 1
             at = self._random.randrange(len(data))

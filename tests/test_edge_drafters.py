@@ -37,9 +37,9 @@ class Unbranched(FakeSequenceRuntime):
 HOW: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": 64, "agreement": 0.7}
 
 
-def branched(max_branches: int) -> FakeSequenceRuntime:
+def branched(max_branches: int, max_positions: int = 64) -> FakeSequenceRuntime:
     """The same language, with branches."""
-    return FakeSequenceRuntime(max_branches=max_branches, **HOW)
+    return FakeSequenceRuntime(max_branches=max_branches, **HOW | {"max_positions": max_positions})
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
