@@ -21,7 +21,6 @@ from tests.test_edge_terminal import chat
 
 from outrider.edge.cli.command_options import ServeOptions
 from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
-from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.shelf import Shelf
@@ -264,7 +263,6 @@ def test_without_a_pulled_draft_a_run_takes_the_reference(
         (bundle,) = find_drafts([draft], choice, clouds_of([url], Keys()), Notes(screen()[0]))
         return bundle.path
 
-    assert RunOptions("x").draft == [AUTO]
     assert found(AUTO) == found("reference") == reference and found(str(named)) == named
     pulled = Path(outrider("pull", "--server", server.url).out.strip())
     assert found(AUTO) == pulled and found("reference") == reference
