@@ -52,10 +52,13 @@ class Clock:
 
 
 class Collector:
-    """A sink that keeps its events and checks that commits are contiguous. Other threads may wait for its end."""
+    """A sink that keeps its events and checks that commits are contiguous. Other threads may wait for its end.
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    tokens: the text before the first commit, where a sequence was rewound.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list(tokens)
         self.commits: list[CommitEvent] = []
         self.end: EndEvent | None = None
         self._has_ended = threading.Event()
