@@ -244,7 +244,7 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
 def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
     """After a bug in the engine's code clients get an error at once, blocks are free, the next request is served."""
     thread = EngineThread(FakeBatchRuntime(vocab_size=64))
-    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), Breaking())
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), Mock(side_effect=ValueError("a sink that raises")))
     beside = submitted(thread, (4, 5), 4000)
     thread.start()
     beside.wait()
