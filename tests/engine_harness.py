@@ -154,6 +154,10 @@ class Harness:
         request = flat_request(tuple(prompt), params, max_tokens, stop_ids, **values)
         return self.engine.submit(request, collector), collector
 
+    def texts(self, indices: Iterable[int], max_tokens: int, length: int = 6, **values: Any) -> list[Collector]:
+        """Submits the prompts of these numbers. values: as `submit` takes them."""
+        return [self.submit(prompt_of(i, length), max_tokens, **values)[1] for i in indices]
+
     def finished(self, prompt: Sequence[int], max_tokens: int = 20, **values: Any) -> Collector:
         """Submits a request and runs until nothing is left. values: as `submit` takes them."""
         _, collector = self.submit(prompt, max_tokens, **values)

@@ -18,11 +18,6 @@ from outrider.cloud.pending.policy import NO_WAIT, Wait, plan_wait
 ALICE, BOB = b"alice", b"bob"
 
 
-def submitted(harness: Harness, indices: range, count: int, length: int = 6, **values: Any) -> list[Collector]:
-    """Texts of so many tokens after the prompts of these numbers."""
-    return [harness.submit(prompt_of(i, length), count, **values)[1] for i in indices]
-
-
 def steps_to_first_token(harness: Harness, collector: Collector, most: int = 500) -> int:
     """Steps that run until the collector has a token."""
     for count in range(most):
@@ -57,10 +52,10 @@ def test_hints_of_a_minute_do_not_keep_a_newcomer_out(policy: Policy) -> None:
 
     def seconds_to_first_token(draft_lag_ms: float | None) -> float:
         harness = calibrated(config=EngineConfig(max_running=8, policy=policy), num_blocks=4096)
-        submitted(harness, range(33), 200, lag_ms=draft_lag_ms)
+        harness.texts(range(33), 200, lag_ms=draft_lag_ms)
         harness.run_steps(40)
         arrived = harness.clock.now
-        steps_to_first_token(harness, *submitted(harness, range(99, 100), 5))
+        steps_to_first_token(harness, *harness.texts(range(99, 100), 5))
         return harness.clock.now - arrived
 
     assert seconds_to_first_token(60_000.0) <= 2 * seconds_to_first_token(None)
@@ -77,7 +72,7 @@ def test_a_newcomer_does_not_wait_for_long_sessions_to_end(
 ) -> None:
     """With every place or the whole cache taken by long texts, one of whichever owner soon gets its first token."""
     harness = Harness(config=EngineConfig(max_running=8), **room)
-    texts = submitted(harness, range(num_texts), count, length, owner=ALICE)
+    texts = harness.texts(range(num_texts), count, length, owner=ALICE)
     harness.run_steps(warm_up)
     _, newcomer = harness.submit(prompt_of(99, 40), 30, owner=owner)
     assert steps_to_first_token(harness, newcomer) <= most and not all(c.end for c in texts)
@@ -97,9 +92,9 @@ def gained(harness: Harness, texts: Sequence[Collector], num_steps: int) -> list
 def test_places_are_shared_between_owners_and_between_the_sessions_of_one() -> None:
     """40 sessions against 2 for 8 places: the two run in every step, the forty take turns."""
     harness = Harness(config=EngineConfig(max_running=8), num_blocks=4096)
-    many = submitted(harness, range(40), 300, owner=ALICE)
+    many = harness.texts(range(40), 300, owner=ALICE)
     harness.run_steps(30)
-    few = submitted(harness, range(90, 92), 300, owner=BOB)
+    few = harness.texts(range(90, 92), 300, owner=BOB)
     of_many = gained(harness, many, 100)
     assert min(len(c.tokens) for c in few) >= 99 and max(of_many) - min(of_many) <= 2 and sum(of_many) >= 6 * 99
 
@@ -120,9 +115,9 @@ def test_more_owners_than_places_take_turns() -> None:
     """Twelve owners, four places: all advance alike, also one that comes late and one with many sessions."""
     harness = Harness(config=EngineConfig(max_running=4), num_blocks=4096)
     texts = [harness.submit(prompt_of(i), 300, owner=b"%d" % i)[1] for i in range(11)]
-    submitted(harness, range(200, 220), 300, owner=b"0")
+    harness.texts(range(200, 220), 300, owner=b"0")
     harness.run_steps(50)
-    texts += submitted(harness, range(50, 51), 300, owner=b"late")
+    texts += harness.texts(range(50, 51), 300, owner=b"late")
     of_others = gained(harness, texts, 120)[1:]
     assert max(of_others) - min(of_others) <= 2 and min(of_others) >= 38
 
@@ -153,7 +148,7 @@ def test_a_flood_of_short_requests_of_other_owners_does_not_stop_a_long_text(
 def test_what_was_used_while_there_was_enough_costs_no_turns_later() -> None:
     """Eight sessions ran beside one, with a place for each. When ten owners come, all twelve advance alike."""
     harness = Harness(config=EngineConfig(max_running=10), num_blocks=4096)
-    texts = submitted(harness, range(8), 480, owner=ALICE) + submitted(harness, range(8, 9), 480, owner=BOB)
+    texts = harness.texts(range(8), 480, owner=ALICE) + harness.texts(range(8, 9), 480, owner=BOB)
     harness.run_steps(200)
     texts += [harness.submit(prompt_of(20 + i), 480, owner=b"%d" % i)[1] for i in range(10)]
     of_each = gained(harness, texts, 120)
@@ -165,13 +160,13 @@ def test_what_was_used_while_there_was_enough_costs_no_turns_later() -> None:
 def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> None:
     """One session ran 200 steps while another of its owner waited; beside six new ones it still gets its turns."""
     harness = calibrated(config=EngineConfig(max_running=4), num_blocks=4096)
-    texts = submitted(harness, range(1), 480, patience_ms=0.0)
+    texts = harness.texts(range(1), 480, patience_ms=0.0)
     waiting_id, _ = harness.submit(prompt_of(1), 480)
     harness.engine.step()
     drafts = harness.engine._sequences[waiting_id].drafts
     drafts.wait, drafts.wait_started, drafts.wait_deadline = Wait(1, 60.0), harness.clock.now, harness.clock.now + 60.0
     harness.run_steps(200)
-    texts += submitted(harness, range(20, 26), 480, patience_ms=0.0)
+    texts += harness.texts(range(20, 26), 480, patience_ms=0.0)
     of_each = gained(harness, texts, 70)
     assert max(of_each) - min(of_each) <= 2
 
@@ -179,9 +174,9 @@ def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> Non
 def test_a_session_that_waits_leaves_its_place() -> None:
     """One place: while the first session waits for its device, the second runs."""
     harness = calibrated(config=EngineConfig(max_running=1, policy=Policy.VERIFY))
-    texts = submitted(harness, range(1, 2), 30, lag_ms=500.0)
+    texts = harness.texts(range(1, 2), 30, lag_ms=500.0)
     harness.engine.step()
-    texts += submitted(harness, range(2, 3), 30, patience_ms=0.0)
+    texts += harness.texts(range(2, 3), 30, patience_ms=0.0)
     assert [harness.engine.step() for _ in range(8)] == [0.0] * 8 and [len(c.tokens) for c in texts] == [1, 8]
     harness.run()
     assert [c.tokens for c in texts] == [plain(prompt_of(i), SAMPLED, 30) for i in (1, 2)]
@@ -197,8 +192,8 @@ def test_waiting_is_weighed_against_the_places_that_others_can_use(crowding: flo
 def test_another_owners_many_sessions_do_not_make_mine_wait() -> None:
     """Waiting 200 ms pays where places are scarce, but an owner's own place is not scarce because another has 300."""
     harness = calibrated(config=EngineConfig(max_running=8), num_blocks=20_000, step_s=lambda num_tokens: 0.020)
-    (mine,) = submitted(harness, range(1), 60, lag_ms=200.0, owner=BOB)
-    submitted(harness, range(1, 301), 400, patience_ms=0.0, owner=ALICE)
+    (mine,) = harness.texts(range(1), 60, lag_ms=200.0, owner=BOB)
+    harness.texts(range(1, 301), 400, patience_ms=0.0, owner=ALICE)
     harness.run_steps(60)
     assert mine.tokens == plain(prompt_of(0), SAMPLED, 60) and mine.ended.usage.waited_s == 0.0
 
@@ -218,9 +213,9 @@ def test_the_even_level_uses_up_what_is_there(wanted: list[int], total: int) -> 
 def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones() -> None:
     """Ten prompts of 400 tokens and one of 20: the short one's first token comes within three steps."""
     harness = Harness(config=EngineConfig(step_tokens=64), num_blocks=4096)
-    submitted(harness, range(10), 3, 400, owner=ALICE)
+    harness.texts(range(10), 3, 400, owner=ALICE)
     harness.engine.step()
-    assert steps_to_first_token(harness, *submitted(harness, range(99, 100), 3, 20, owner=BOB)) <= 3
+    assert steps_to_first_token(harness, *harness.texts(range(99, 100), 3, 20, owner=BOB)) <= 3
 
 
 def test_a_large_prompt_is_not_overtaken_for_ever() -> None:
@@ -274,11 +269,11 @@ def assert_queue_full(harness: Harness, index: int, owner: bytes, length: int = 
 def test_a_full_queue_refuses_the_owner_that_filled_it() -> None:
     """An owner with less than its share of the queue is still let in."""
     harness = Harness(config=EngineConfig(max_queue=10, max_running=1))
-    submitted(harness, range(11), 20, owner=ALICE)
+    harness.texts(range(11), 20, owner=ALICE)
     assert_queue_full(harness, 20, ALICE)
-    submitted(harness, range(30, 35), 20, owner=BOB)
+    harness.texts(range(30, 35), 20, owner=BOB)
     assert_queue_full(harness, 40, BOB)
-    submitted(harness, range(50, 51), 20, owner=b"carol")
+    harness.texts(range(50, 51), 20, owner=b"carol")
 
 
 def test_the_queue_is_bounded_over_all_owners_and_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +284,7 @@ def test_the_queue_is_bounded_over_all_owners_and_by_tokens(monkeypatch: pytest.
     assert_queue_full(harness, 30, b"new")
     monkeypatch.setattr("outrider.cloud.engine.request_checks._MIN_QUEUED_TOKENS", 0)
     harness = Harness(config=EngineConfig(max_running=1), num_blocks=16)
-    submitted(harness, range(9), 20, 60, owner=ALICE)
+    harness.texts(range(9), 20, 60, owner=ALICE)
     assert_queue_full(harness, 20, ALICE, 60)
     harness.submit(prompt_of(21, 60), owner=BOB)
 
