@@ -138,8 +138,7 @@ def test_a_draft_that_cannot_be_removed_stays_whole(shelf: Shelf, monkeypatch: p
 
     monkeypatch.setattr(Path, "rename", refuse)
     notes: list[str] = []
-    assert pruned(shelf, notes, new) == {second}
-    assert notes == ["1, pulled from a, stays: Access is denied."]
+    assert pruned(shelf, notes, new) == {second} and notes == ["1, pulled from a, stays: Access is denied."]
     assert (first / "manifest.json").is_file() and (shelf.root / f"{first.name}.json").is_file()
 
 

@@ -116,8 +116,7 @@ def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
 def test_a_sequence_that_is_to_be_kept_is_parked_whole(ends: str) -> None:
     """Prompt and text stand behind the hash: what goes on from it runs the new tokens only, and is the whole's text."""
     harness, prompt, more = Harness(), PROMPTS[4], [7, 8, 9]
-    truth = plain(prompt, SAMPLED, 9)
-    stop_ids = frozenset({truth[-1]}) if ends == "stop" else frozenset[int]()
+    stop_ids = frozenset(plain(prompt, SAMPLED, 9)[-1:] if ends == "stop" else [])
     first = harness.finished(prompt, 9 if ends == "length" else 50, stop_ids=stop_ids, keep=True)
     assert first.ended.reason == ends and first.ended.prefix_hash is not None
     begun = len(harness.batches)

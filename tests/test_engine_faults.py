@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,12 +43,8 @@ def test_a_sequence_that_makes_forward_raise_is_left_out_of_its_batch() -> None:
 
 def test_a_batch_that_fails_once_loses_nothing() -> None:
     """A passing fault costs a run again without drafts; every text is exact, drafts go on later."""
-    calls = itertools.count(1)
-
-    def on_step(batch: Sequence[SequenceSlice]) -> None:
-        if next(calls) in (3, 5, 9):  # the fifth call runs a half of the step that failed in the third
-            raise MemoryError
-
+    # The fifth call runs a half of the step that failed in the third.
+    on_step = Mock(side_effect=[MemoryError if number in (3, 5, 9) else None for number in range(1, 500)])
     harness = Harness(on_step=on_step, config=EngineConfig(policy=Policy.VERIFY))
     truths = [plain(prompt, SAMPLED, 30) for prompt in PROMPTS[:3]]
     sequences = [harness.submit(prompt, 30) for prompt in PROMPTS[:3]]
@@ -72,11 +68,7 @@ def test_a_draft_that_makes_forward_raise_costs_only_itself() -> None:
 
 def test_when_every_sequence_fails_alone_all_get_a_model_fault() -> None:
     """The runtime's fault: one error each, one log entry, all blocks back."""
-
-    def on_step(batch: Sequence[SequenceSlice]) -> None:
-        raise SystemExit("the device is gone")
-
-    harness = Harness(on_step=on_step)
+    harness = Harness(on_step=Mock(side_effect=SystemExit("the device is gone")))
     collectors = [harness.submit(prompt, 5)[1] for prompt in PROMPTS]
     harness.work_off()
     assert [collector.code for collector in collectors] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import Mock
 
 import httpx
@@ -35,18 +36,16 @@ def test_a_bad_request_does_not_make_the_engine_unfit() -> None:
 @pytest.mark.parametrize("fault", ["raises", "not finite"])
 def test_a_runtime_that_fails_every_step_is_seen_and_so_is_its_recovery(fault: str) -> None:
     """The engine is unfit from the first step in which nothing works until a probe works, without any request."""
-    is_broken = True
+    harness = Harness(runtime=FakeBatchRuntime(vocab_size=VOCAB, num_blocks=8, block_size=4))
+    engine, runtime, forward = harness.engine, harness.runtime, harness.runtime.forward
 
-    class Broken(FakeBatchRuntime):
-        def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-            rows = super().forward(batch)
-            if is_broken and fault == "raises":
-                raise RuntimeError("the device is gone")
-            return np.full_like(rows, np.nan) if is_broken else rows
+    def broken(batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        rows = forward(batch)
+        if fault == "raises":
+            raise RuntimeError("the device is gone")
+        return np.full_like(rows, np.nan)
 
-    runtime = Broken(vocab_size=VOCAB, num_blocks=8, block_size=4)
-    harness = Harness(runtime=runtime)
-    engine = harness.engine
+    runtime.forward = broken  # type: ignore[method-assign]
     for _ in range(3):
         _, collector = harness.submit(PROMPTS[1], 6)
         harness.work_off()
@@ -57,7 +56,7 @@ def test_a_runtime_that_fails_every_step_is_seen_and_so_is_its_recovery(fault: s
         assert delay is not None and delay > 0 and engine.health.fault is not None
         harness.clock.now += delay
     assert runtime.num_steps == num_steps + 3  # one probe a second
-    is_broken = False
+    runtime.forward = forward  # type: ignore[method-assign]
     assert engine.step() is None and engine.health.fault is None
     assert harness.finished(PROMPTS[1], 6).tokens == plain(PROMPTS[1], SAMPLED, 6)
 
@@ -87,7 +86,6 @@ def test_steps_that_raise_outside_the_runtime_make_the_engine_unfit() -> None:
 def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """When even starting afresh fails, every open request gets its end, a new one 503 at once, and `stop` returns."""
     thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB))
-
     monkeypatch.setattr(thread, "_start_afresh", Mock(side_effect=MemoryError))
     collectors = [Breaking(), Collector(), Collector()]
     for collector in collectors:
@@ -170,13 +168,10 @@ def test_a_step_that_hangs_for_two_minutes_is_the_engines_death() -> None:
 def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
     """As on CUDA, after ten probes that failed. Another runtime may work again, so its engine goes on with probes."""
 
-    class Broken(FakeBatchRuntime):
-        def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-            raise RuntimeError("an illegal memory access was encountered")
-
-    Broken.faults_last = faults_last  # type: ignore[attr-defined]
+    broken: Any = FakeBatchRuntime(vocab_size=VOCAB, on_step=Mock(side_effect=RuntimeError("an illegal access")))
+    broken.faults_last = faults_last
     clock, told = Clock(), list[str]()
-    engine = EngineThread(Broken(vocab_size=VOCAB), clock=clock)
+    engine = EngineThread(broken, clock=clock)
     collector = submitted(engine, PROMPTS[1], 6)
     for _ in range(9):
         clock.now += engine.step() or 0.0
@@ -208,12 +203,7 @@ def test_a_slow_runtime_is_given_twenty_of_its_steps() -> None:
 
 def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None:
     """503 "failed" while no step succeeds, for load balancers and agents; 200 again once a probe succeeds."""
-    is_broken = threading.Event()
-
-    def on_step(batch: Sequence[SequenceSlice]) -> None:
-        if is_broken.is_set():
-            raise RuntimeError("the device is gone")
-
+    on_step = Mock()
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=on_step)
     with serve_fake(runtime=runtime) as server, httpx.Client(base_url=server.url) as client:
 
@@ -223,16 +213,14 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
 
         body: dict[str, object] = {"prompt": [5, 17, 99], "max_tokens": 8, "ignore_eos": True}
         assert client.get("/health/ready").status_code == 200
-        is_broken.set()
+        on_step.side_effect = RuntimeError("the device is gone")
         assert run_session(client, body).end.reason == "error"
         server.wait_until(lambda: client.get("/health/ready").status_code == 503)  # a session ends before it is judged
-        assert (
-            client.get("/health/ready").json()["status"] == "failed" and client.get("/health/live").status_code == 200
-        )
-        assert "outrider_engine_failed 1.0" in client.get("/metrics").text
+        assert client.get("/health/ready").json()["status"] == "failed"
+        assert client.get("/health/live").is_success and "outrider_engine_failed 1.0" in client.get("/metrics").text
         with pytest.raises(EndpointLost):
             run(ready())
-        is_broken.clear()
+        on_step.side_effect = None
         server.wait_until(lambda: client.get("/health/ready").status_code == 200)
         assert run(ready()).status == "ready" and "outrider_engine_failed 0.0" in client.get("/metrics").text
         assert run_session(client, body).tokens == target_tokens([5, 17, 99], 8)

@@ -160,34 +160,52 @@ def test_prompts_run_while_a_text_waits_for_its_device() -> None:
     assert max(map(sum, harness.batches[first:])) <= 45  # of 1 ms each, beside a step of 41 ms
 
 
+class Devices:
+    """Those of some texts: each answers every commit after `lag_s`, with so many right tokens and a wrong one."""
+
+    def __init__(
+        self,
+        harness: Harness,
+        texts: list[tuple[int, Collector]],
+        truths: list[list[int]],
+        lag_s: float,
+        num_right: int,
+    ) -> None:
+        self._harness, self._texts, self._truths = harness, texts, truths
+        self._lag_s, self._num_right = lag_s, num_right
+        self._answered = [0] * len(texts)
+        self._due: deque[tuple[float, int, int]] = deque()  # when a draft arrives, whose, and its base
+
+    def step(self) -> None:
+        """One step of the engine; where it waits, time goes on to the next draft."""
+        clock = self._harness.clock
+        for index, (_, text) in enumerate(self._texts):
+            if len(text.tokens) > self._answered[index]:
+                self._answered[index] = len(text.tokens)
+                self._due.append((clock.now + self._lag_s, index, len(text.tokens)))
+        while self._due and self._due[0][0] <= clock.now:
+            _, index, base = self._due.popleft()
+            number, text = self._texts[index]
+            if text.end is None:
+                self._harness.engine.draft(number, base, [[*self._truths[index][base : base + self._num_right], 0]])
+        due_s = self._due[0][0] if self._due else float("inf")
+        delay = self._harness.engine.step() or 0.0
+        clock.now = min(clock.now + delay, max(due_s, clock.now))
+
+
 def test_a_prompt_owes_nothing_for_steps_that_nobody_shares() -> None:
     """Eight texts wait for their devices most of the time: after a long prompt its owner's next one is as quick."""
     harness = calibrated(config=EngineConfig(policy=Policy.VERIFY), num_blocks=8192, max_positions=4096, step_s=step_s)
     truths = [plain(prompt_of(index), SAMPLED, 1300) for index in range(8)]
     texts = [harness.submit(prompt_of(index), 1200, lag_ms=60.0, owner=b"text %d" % index) for index in range(8)]
-    answered = [0] * 8
-    due: deque[tuple[float, int, int]] = deque()  # when a device's draft arrives, whose, and its base
-
-    def step() -> None:
-        for index, (_, text) in enumerate(texts):
-            if len(text.tokens) > answered[index]:
-                answered[index] = len(text.tokens)
-                due.append((harness.clock.now + 0.060, index, answered[index]))
-        while due and due[0][0] <= harness.clock.now:
-            _, index, base = due.popleft()
-            harness.engine.draft(texts[index][0], base, [truths[index][base : base + 6]])
-        before = harness.clock.now
-        delay = harness.engine.step()
-        if harness.clock.now == before:
-            harness.clock.now += delay or 0.001
-
+    devices = Devices(harness, texts, truths, 0.060, 6)
     for _ in range(60):
-        step()
+        devices.step()
     for length in (1500, 20):
         before = len(harness.batches)
         _, prompt = harness.submit(prompt_of(100 + length, length), 1000, owner=ALICE, patience_ms=0.0)
         while not prompt.tokens:
-            step()
+            devices.step()
     assert len(harness.batches) - before <= 40
 
 
@@ -212,26 +230,14 @@ def test_a_prompt_of_lower_priority_bounds_no_higher_one() -> None:
 def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
     """Six sessions that wait 100 ms now and then, blocks for three: none computes its context anew for each wait."""
     config = EngineConfig(max_running=8, policy=Policy.VERIFY)
-    harness = calibrated(config=config, num_blocks=100, block_size=4, step_s=lambda num_tokens: 0.020)
-    prompts = [prompt_of(i, 100) for i in range(6)]
-    truths = [plain(prompt, SAMPLED, 60) for prompt in prompts]
-    sessions = [harness.submit(prompt, 60, lag_ms=100.0) for prompt in prompts]
-    answers: dict[int, tuple[int, float]] = {}  # by session: base, and when its device answers
+    harness = calibrated(config=config, num_blocks=100, step_s=lambda num_tokens: 0.020)
+    truths = [plain(prompt_of(i, 100), SAMPLED, 60) for i in range(6)]
+    texts = [harness.submit(prompt_of(i, 100), 60, lag_ms=100.0) for i in range(6)]
+    devices = Devices(harness, texts, truths, 0.100, 3)
     while harness.engine.has_work:
-        for (sequence_id, collector), truth in zip(sessions, truths, strict=True):
-            base = len(collector.tokens)
-            if collector.end is None and base > answers.get(sequence_id, (0, 0.0))[0]:
-                answers[sequence_id] = base, harness.clock.now + 0.1
-            if collector.end is None and answers.get(sequence_id) and harness.clock.now >= answers[sequence_id][1]:
-                harness.engine.draft(sequence_id, base, [[*truth[base : base + 3], 0]])
-                answers[sequence_id] = base, float("inf")
-            if collector.end is not None:
-                answers.pop(sequence_id, None)
-        due = min((when for _, when in answers.values()), default=float("inf"))
-        delay = harness.engine.step() or 0.0
-        harness.clock.now = min(harness.clock.now + delay, max(due, harness.clock.now))
+        devices.step()
     stats = harness.engine.stats()
-    assert [c.tokens for _, c in sessions] == truths
+    assert [text.tokens for _, text in texts] == truths
     assert stats.distributions.wait_s.total > 1.0 and stats.totals.step_tokens < 3 * 6 * 160
 
 

@@ -50,8 +50,7 @@ def test_no_line_is_left_out() -> None:
     ours = commands("outrider", "outrider-cloud", "outrider-export", "python")
     others = [line for line in lines_of(LAPTOP) if line not in ours]
     assert {line.split()[0] for line in others} == {"sudo", "ls", "pip"}
-    extras = {extra for line in others for extra in re.findall(r"\"\.\[(\w+)\]\"", line)}
-    assert extras == {"edge", "export"}
+    assert set(re.findall(r"\"\.\[(\w+)\]\"", "\n".join(others))) == {"edge", "export"}
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +85,14 @@ def test_runs_of_the_example_give_the_targets_text(laptop: Path, url: str, outri
     seed = [] if "--seed" in line else ["--seed", "7"]
     arguments = [*emulated(line, url), *seed, "--ignore-eos", "--max-tokens", "24", "--json"]
     document = json.loads(outrider(*arguments).out)
-    assert document["draft"]["device"] == "npu" and document["draft"]["is_emulated"]
-    assert document["draft"]["provider"] == "NPU path emulated on the CPU"
+    draft = {"device": "npu", "is_emulated": True, "provider": "NPU path emulated on the CPU"}
+    assert document["draft"].items() >= draft.items()
     assert len(document["tokens"]) == 24 and document["draft_error"] is None
     if "--compare" in line:
         assert document["identical"] is True and (document["speed_up"] is None) == bool(document["speed_up_unknown"])
     else:
         alone = [part for part in arguments if part != "--emulate-npu"]
-        alone += ["--mode", "cloud-only"]
-        assert json.loads(outrider(*alone).out)["tokens"] == document["tokens"]
-
-
-def test_devices_are_listed(outrider: Outrider) -> None:
-    """The second thing that the example tells to type."""
-    assert "outrider devices" in commands("outrider")
-    assert "CPU" in outrider("devices").out
+        assert json.loads(outrider(*alone, "--mode", "cloud-only").out)["tokens"] == document["tokens"]
 
 
 @pytest.mark.parametrize("line", commands("python"))
@@ -114,8 +106,8 @@ def test_placements_are_timed(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     shown = " ".join(capsys.readouterr().out.split())
-    assert not ended.value.code and "bundles/npu" in shown and "bundles/cpu" in shown
-    assert "fastest: bundles/" in shown and "say nothing of an NPU" in shown
+    expected = ("bundles/npu", "bundles/cpu", "fastest: bundles/", "say nothing of an NPU")
+    assert not ended.value.code and [words in shown for words in expected] == [True] * 4
 
 
 def test_a_text_longer_than_the_exported_lengths_goes_on_without_drafts(
@@ -202,8 +194,7 @@ def text_of(url: str, headers: dict[str, str] | None = None) -> str:
     """A completion's text."""
     asked = {"prompt": "def walk(path):", "max_tokens": 16, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=60.0)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return str(answer.raise_for_status().json()["choices"][0]["text"])
 
 
 def test_both_machines_of_the_compose_file(reference_cloud: str, reference_pair: PairPaths) -> None:
@@ -233,8 +224,9 @@ def test_a_small_processor_with_a_gigabyte(reference_cloud: str, reference_pair:
     shell, flag, script = shlex.split(line)
     limit, _, rest = script.partition("exec outrider ")
     assert limit == "ulimit -d 1048576; " and rest
-    rest = rest.replace("http://127.0.0.1:8000", reference_cloud)
-    rest = rest.replace("bundles/cpu", shlex.quote(str(reference_pair.draft)))
+    rest = rest.replace("http://127.0.0.1:8000", reference_cloud).replace(
+        "bundles/cpu", shlex.quote(str(reference_pair.draft))
+    )
     script = f"{limit}exec {shlex.quote(sys.executable)} -m outrider.edge.cli {rest} --port 0"
     with running_on(frozenset({min(os.sched_getaffinity(0))})):
         process = subprocess.Popen([shell, flag, script], stdout=subprocess.PIPE, text=True)

@@ -103,8 +103,7 @@ def test_lark_and_gbnf_are_told_apart_without_the_librarys_pattern(
     monkeypatch.setattr(gbnf_to_lark, "is_lark_syntax", None)
     good = tokenizer.encode(f"a{line_breaks}b")
     for text in texts:
-        state = compiler.compile(GrammarSpec("grammar", text)).state()
-        assert state.validate(good) == len(good)
+        assert compiler.compile(GrammarSpec("grammar", text)).state().validate(good) == len(good)
     with refused("invalid_grammar", match="Expected name"):
         compiler.compile(GrammarSpec("grammar", 'root ::= "a"' + line_breaks * 1_000 + "}"))
 
@@ -310,7 +309,7 @@ def test_a_long_text_is_resumed_in_a_fraction_of_a_second_or_not(
     slow = grammar.state()
     with refused("grammar_too_complex", match="takes too long"):
         slow.replay(text)
-    assert slow.length < 4_000
+    assert slow.length < 4_000 and slow.cost._free_s == state_module.FREE_S
 
 
 def test_copies_count_and_pay_for_nothing(tokenizer: Tokenizer, compiler: GrammarCompiler, clock: Clock) -> None:

@@ -340,18 +340,6 @@ def test_a_text_whose_grammar_takes_too_long_ends(
     assert later.value.retry_after_s and asyncio.run(compiler.compile_for(spec, b"other")).state().accept(digit)
 
 
-def test_a_text_that_is_resumed_is_read_more_strictly(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All its tokens are read at once, while others wait."""
-    rows = compiler.compile(GrammarSpec("regex", "[0-9]+")).state()
-    monkeypatch.setattr(state_module, "FREE_REPLAY_S", -0.2)
-    with pytest.raises(RequestError, match="takes too long"):
-        rows.replay(tokenizer.encode("7777")[:1] * 3)
-    rows.truncate(0)
-    assert state_module.FREE_S > 0.0 and rows.cost._free_s == state_module.FREE_S
-
-
 def test_references_and_patterns_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many names lead nowhere, or to parts of each other, each part is looked at three times. Patterns take
     time with the cube of their number.
