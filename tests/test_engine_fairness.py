@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,18 +100,6 @@ def test_places_are_shared_between_owners_and_between_the_sessions_of_one() -> N
     assert min(len(c.tokens) for c in few) >= 99 and max(of_many) - min(of_many) <= 2 and sum(of_many) >= 6 * 99
 
 
-def test_a_flood_of_short_requests_does_not_stop_a_long_text_of_the_same_owner() -> None:
-    """Two places, and ten requests of one token at any time, always new ones: the long text still gets its turns."""
-    harness = Harness(config=EngineConfig(max_running=2), num_blocks=4096)
-    _, long = harness.submit(prompt_of(0), 200)
-    flood: list[Collector] = []
-    for _ in range(110):
-        while sum(c.end is None for c in flood[-20:]) < 10:
-            flood.append(harness.submit(prompt_of(1 + len(flood)), 1)[1])
-        harness.engine.step()
-    assert len(long.tokens) >= 15
-
-
 def test_more_owners_than_places_take_turns() -> None:
     """Twelve owners, four places: all advance alike, also one that comes late and one with many sessions."""
     harness = Harness(config=EngineConfig(max_running=4), num_blocks=4096)
@@ -123,24 +112,25 @@ def test_more_owners_than_places_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "long_length", "num_owners", "length", "num_steps", "least"),
+    ("limits", "long_length", "owners", "length", "num_steps", "least"),
     [
-        ({"max_running": 2}, 6, 6, 6, 300, 300 * 2 // 7),  # places
-        ({"max_running": 16, "step_tokens": 4}, 100, 8, 4, 100 * 9 // 4 + 10, 1),  # prompt tokens of a step
+        ({"max_running": 2}, 6, [b"long"] * 10, 6, 110, 15),
+        ({"max_running": 2}, 6, [b"%d" % i for i in range(6)], 6, 300, 300 * 2 // 7),
+        ({"max_running": 16, "step_tokens": 4}, 100, [b"%d" % i for i in range(8)], 4, 100 * 9 // 4 + 10, 1),
     ],
-    ids=["places", "step tokens"],
+    ids=["places of its owner", "places", "prompt tokens of a step"],
 )
-def test_a_flood_of_short_requests_of_other_owners_does_not_stop_a_long_text(
-    limits: dict[str, Any], long_length: int, num_owners: int, length: int, num_steps: int, least: int
+def test_a_flood_of_short_requests_does_not_stop_a_long_text(
+    limits: dict[str, Any], long_length: int, owners: list[bytes], length: int, num_steps: int, least: int
 ) -> None:
     """Owners that come anew with a request of one token whenever they are done: a long text or prompt gets its part."""
     harness = Harness(config=EngineConfig(**limits), num_blocks=4096)
-    _, long = harness.submit(prompt_of(0, long_length), 400, owner=ALICE)
-    flood: dict[int, Collector] = {}
-    for num in range(num_steps):
-        for i in range(num_owners):
+    (long,) = harness.texts([0], 400, long_length, owner=b"long")
+    numbers, flood = itertools.count(1), dict[int, Collector]()
+    for _ in range(num_steps):
+        for i, owner in enumerate(owners):
             if i not in flood or flood[i].end is not None:
-                flood[i] = harness.submit(prompt_of(1 + num_owners * num + i, length), 1, owner=b"%d" % i)[1]
+                (flood[i],) = harness.texts([next(numbers)], 1, length, owner=owner)
         harness.engine.step()
     assert len(long.tokens) >= least
 
