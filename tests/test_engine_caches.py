@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,40 +89,23 @@ def test_a_sequence_that_gave_way_does_not_count_its_own_blocks_as_cached() -> N
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
 
 
-def verify_all(harness: Harness, prompt: list[int], count: int, guess: Sequence[int]) -> list[int]:
-    """Stop-and-wait as an agent does it: four drafts per call, the prefix by its hash after the first."""
-    text: list[int] = []
-    name: str | None = None
-    while len(text) < count:
-        draft = list(guess[len(text) : len(text) + 4])
-        most = min(len(draft) + 1, count - len(text))
-        collector = harness.finished([] if name else [*prompt, *text], most, draft=draft, once=True, prefix_hash=name)
-        assert collector.ended.usage.target_passes == 1
-        assert name is None or harness.batches[-1] == [most], "one token and its drafts run"
-        text += collector.tokens
-        name = collector.ended.prefix_hash
-    return text
-
-
-@pytest.mark.parametrize("error_every", [1, 3, 1000])
-def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
-    """Stateless verification with parked prefixes equals the plain loop, whatever share of the drafts is correct."""
-    harness, prompt = Harness(), PROMPTS[4]
-    truth = plain(prompt, SAMPLED, 30)
-    guess = [t if i % error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
-    assert verify_all(harness, prompt, 30, guess) == truth
-
-
-@pytest.mark.parametrize("ends", ["length", "stop"])
+@pytest.mark.parametrize("ends", ["length", "stop", "verify"])
 def test_a_sequence_that_is_to_be_kept_is_parked_whole(ends: str) -> None:
-    """Prompt and text stand behind the hash: what goes on from it runs the new tokens only, and is the whole's text."""
+    """Prompt and text stand behind the hash, also a verify pass': what goes on from it runs the new tokens only, and is
+    the whole's text.
+    """
     harness, prompt, more = Harness(), PROMPTS[4], [7, 8, 9]
-    stop_ids = frozenset(plain(prompt, SAMPLED, 9)[-1:] if ends == "stop" else [])
-    first = harness.finished(prompt, 9 if ends == "length" else 50, stop_ids=stop_ids, keep=True)
-    assert first.ended.reason == ends and first.ended.prefix_hash is not None
+    truth = plain(prompt, SAMPLED, 9)
+    ways: dict[str, dict[str, Any]] = {
+        "length": {"max_tokens": 9, "keep": True},
+        "stop": {"max_tokens": 50, "keep": True, "stop_ids": frozenset(truth[-1:])},
+        "verify": {"max_tokens": 9, "once": True, "draft": truth[:8]},
+    }
+    first = harness.finished(prompt, **ways[ends])
+    assert (first.tokens, first.ended.reason) == (truth, "stop" if ends == "stop" else "length")
     begun = len(harness.batches)
     second = harness.finished(more, 6, prefix_hash=first.ended.prefix_hash)
-    assert second.tokens == plain([*prompt, *first.tokens, *more], SAMPLED, 6)
+    assert second.tokens == plain([*prompt, *truth, *more], SAMPLED, 6)
     assert harness.batches[begun] == [1 + len(more)]  # the last token of the text was never run
 
 

@@ -291,7 +291,7 @@ def test_a_step_has_room_for_drafts_however_many_sequences_run() -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_sharing_never_changes_a_text_and_loses_nothing(data: st.DataObject) -> None:
-    """Any mix of owners, cache sizes, places, drafts and cancellations: exact texts, every block back."""
+    """Any mix of owners, priorities, cache sizes, places, drafts and cancellations: exact texts, every block back."""
     config = EngineConfig(
         max_running=data.draw(st.integers(1, 4)),
         step_tokens=data.draw(st.sampled_from([3, 16, None])),
@@ -305,8 +305,8 @@ def test_sharing_never_changes_a_text_and_loses_nothing(data: st.DataObject) -> 
         prompt = prompt_of(index, data.draw(st.sampled_from([3, 20])))
         owner, once = data.draw(st.sampled_from([ALICE, BOB, b"carol"])), data.draw(st.booleans())
         truth, lag = plain(prompt, SAMPLED, 24), data.draw(st.sampled_from([None, 5.0, 300.0]))
-        hints = {"draft": truth[:4]} if once else {"lag_ms": lag}
-        sequence_id, collector = harness.submit(prompt, 24, owner=owner, once=once, **hints)
+        hints, priority = {"draft": truth[:4]} if once else {"lag_ms": lag}, data.draw(st.integers(-2, 2))
+        sequence_id, collector = harness.submit(prompt, 24, owner=owner, once=once, priority=priority, **hints)
         texts.append((collector, truth))
         if data.draw(st.integers(0, 9)) == 0:
             harness.engine.cancel(sequence_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain, prompt_of
+from tests.engine_harness import SAMPLED, Collector, Harness, plain, prompt_of
 
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.request_checks import Turnover
@@ -69,23 +69,6 @@ def test_a_flood_of_a_high_priority_does_not_starve_a_low_one() -> None:
                 flood += harness.texts([1 + len(flood)], 4, owner=ALICE, priority=100)
             harness.step()
     assert low.tokens == plain(prompt_of(0), SAMPLED, 10)
-
-
-def test_a_full_queue_changes_no_text() -> None:
-    """Overload, mixed priorities, drafts of all kinds, a cache that holds a third: every text is the target's own."""
-    harness = Harness(config=EngineConfig(max_running=4, max_queue=64, step_tokens=24), num_blocks=48)
-    truths = [plain(prompt_of(i), SAMPLED, 24) for i in range(32)]
-    texts = [
-        harness.submit(prompt_of(i), 24, owner=(ALICE, BOB, CAROL)[i % 3], priority=i % 5 - 2, patience_ms=5.0)
-        for i in range(32)
-    ]
-    wrong = [[(token + (i % 4 == 3)) % VOCAB for i, token in enumerate(truth)] for truth in truths]  # one in four
-    for step in range(4000):
-        if not harness.engine.has_work:
-            break
-        harness.draft_all(texts[step % 7 :: 7], (wrong if step % 2 else truths)[step % 7 :: 7], 4)
-        harness.step()
-    assert [c.tokens for _, c in texts] == truths
 
 
 def test_under_overload_fewer_drafts_are_verified() -> None:
