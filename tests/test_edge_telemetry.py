@@ -179,25 +179,13 @@ class Provider:
         from opentelemetry import trace
 
         parent = trace.get_current_span(context).get_span_context()
-        is_child = parent.is_valid
-
-        class Kept(trace.NonRecordingSpan):
-            attributes: dict[str, Any]
-
-            def set_attribute(self, key: str, value: Any) -> None:
-                self.attributes[key] = value
-
-            def set_status(self, status: Any, description: Any = None) -> None:
-                self.status = status
-
-            def end(self, end_time: int | None = None) -> None:
-                self.is_ended = True
-
-        trace_id = parent.trace_id if is_child else len(self.spans) + 0x1000
+        trace_id = parent.trace_id if parent.is_valid else len(self.spans) + 0x1000
         own = trace.SpanContext(trace_id, len(self.spans) + 1, False, trace.TraceFlags(1))
-        span: Any = Kept(own)
-        span.name, span.kind, span.parent, span.attributes = name, kind, parent.span_id if is_child else None, {}
-        span.status, span.is_ended = None, False
+        span: Any = trace.NonRecordingSpan(own)
+        span.name, span.parent, span.attributes = name, parent.span_id if parent.is_valid else None, {}
+        span.status, span.is_ended, span.set_attribute = None, False, span.attributes.__setitem__
+        span.set_status = lambda status, description=None: setattr(span, "status", status)
+        span.end = lambda end_time=None: setattr(span, "is_ended", True)
         self.spans.append(span)
         return span
 

@@ -160,15 +160,14 @@ def test_commands_parse(example: str, words: list[str]) -> None:
 
 
 @contextmanager
-def started(words: list[str], environment: dict[str, str] | None = None) -> Iterator[str]:
-    """The URL of a server that one of our commands starts, as a process."""
-    command = [sys.executable, "-m", MODULES[words[0]], *words[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
+def started(command: list[str], **environment: str) -> Iterator[tuple[str, int]]:
+    """The URL and the process' id of a server that a command starts."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as process:
         assert process.stdout is not None
         try:
             ready = next((line for line in process.stdout if line.startswith(READY_PREFIX)), "")
-            assert ready, f"{words[0]} ended"
-            yield ready.removeprefix(READY_PREFIX).strip()
+            assert ready, f"{command} ended"
+            yield ready.removeprefix(READY_PREFIX).strip(), process.pid
         finally:
             process.terminate()
 
@@ -180,13 +179,14 @@ COMPOSED: dict[str, Any] = yaml.safe_load((EXAMPLES / "two_machines" / "compose.
 def composed_command(service: str, **places: str) -> list[str]:
     """A service's command with this machine's places, on a free loopback port."""
     here = {"0.0.0.0": "127.0.0.1", "8000": "0", "8077": "0"} | places
-    return [*(here.get(word, word) for word in COMPOSED["services"][service]["command"]), "--threads", "1"]
+    name, *words = COMPOSED["services"][service]["command"]
+    return [sys.executable, "-m", MODULES[name], *(here.get(word, word) for word in words), "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def reference_cloud(reference_pair: PairPaths) -> Iterator[str]:
     """The compose file's cloud, as a process."""
-    with started(composed_command("cloud", **{"/bundles/target": str(reference_pair.target)})) as url:
+    with started(composed_command("cloud", **{"/bundles/target": str(reference_pair.target)})) as (url, _):
         yield url
 
 
@@ -203,7 +203,7 @@ def test_both_machines_of_the_compose_file(reference_cloud: str, reference_pair:
     assert "ports" not in cloud and cloud["networks"] == ["link"] and COMPOSED["networks"]["link"]["internal"] is True
     assert device["ports"] == ["127.0.0.1:8077:8077"]
     places = {"/bundles/draft": str(reference_pair.draft), "http://cloud:8000": reference_cloud}
-    with started(composed_command("device", **places), {"OUTRIDER_API_KEYS": KEY}) as url:
+    with started(composed_command("device", **places), OUTRIDER_API_KEYS=KEY) as (url, _):
         assert httpx.get(f"{url}/v1/models").status_code == 401
         assert text_of(url, {"Authorization": f"Bearer {KEY}"}) == text_of(reference_cloud) != ""
 
@@ -228,17 +228,9 @@ def test_a_small_processor_with_a_gigabyte(reference_cloud: str, reference_pair:
         "bundles/cpu", shlex.quote(str(reference_pair.draft))
     )
     script = f"{limit}exec {shlex.quote(sys.executable)} -m outrider.edge.cli {rest} --port 0"
-    with running_on(frozenset({min(os.sched_getaffinity(0))})):
-        process = subprocess.Popen([shell, flag, script], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None
-        try:
-            url = process.stdout.readline().removeprefix(READY_PREFIX).strip()
-            assert text_of(url) == text_of(reference_cloud)
-            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-            limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="ascii")
-        finally:
-            process.terminate()
+    with running_on(frozenset({min(os.sched_getaffinity(0))})), started([shell, flag, script]) as (url, pid):
+        assert text_of(url) == text_of(reference_cloud)
+        status, limits = (Path(f"/proc/{pid}/{name}").read_text(encoding="ascii") for name in ("status", "limits"))
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert peak is not None and int(peak[1]) < 1_000_000
     assert re.search(r"Max data size\s+1073741824", limits) and re.search(r"Cpus_allowed_list:\s+\d+\n", status)
