@@ -31,7 +31,7 @@ ALICE, BOB = b"alice", b"bob"
         ({"share_prefixes": False}, [0, 0], [0, 0]),
     ],
 )
-def test_cached_prompts_are_the_owners_own(config: dict[str, bool], of_alice: list[int], of_bob: list[int]) -> None:
+def test_cached_prompts_are_the_owners_own(config: dict[str, Any], of_alice: list[int], of_bob: list[int]) -> None:
     """Neither usage nor a shorter prefill shows what another owner has sent, unless the operator shares caches."""
     harness, prompt = Harness(config=EngineConfig(**config)), list(range(30))
 
@@ -273,7 +273,7 @@ def test_pool_evicts_the_least_recently_used_content() -> None:
     pool = BlockPool(2, 4)
     names = [chain_hash(b"", [i]) for i in range(2)]
     for name in names:
-        (block,) = pool.allocate(1) or ()
+        [block] = pool.allocate(1) or []
         pool.register(block, name)
         pool.release([block])
     pool.release(pool.match([names[0]]))  # now names[1] is the older one

@@ -51,7 +51,9 @@ class Workers:
                     self.has_failed_to_forget = True
                     raise self.fault
                 self.forgotten += args[0]
-                return [worker.forget(*args) for worker in self.workers]
+                for worker in self.workers:
+                    worker.forget(*args)
+                return [None] * len(self.workers)
         assert method == "outrider_compile"
         if self.fault is not None:
             raise self.fault
