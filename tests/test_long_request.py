@@ -137,14 +137,9 @@ def tokens_of(events: Iterator[SessionEvent | Taken]) -> list[int]:
 
 
 def test_messages_are_acknowledged_on_the_stream_and_the_end_by_an_answer() -> None:
-    """By an event of its own while nothing is committed, else by a commit; what was sent is drafted from. A second
-    request beside the first is refused.
-    """
+    """By an event of its own while nothing is committed, else by a commit; what was sent is drafted from."""
     with serve_fake(gate=StepGate()) as server, begun(server) as line:
         line.exchange(tree(), 1)
-        with Raw(server) as second:
-            status, _, body = second.answer(long_head(line.session) + chunk(tree()))
-            assert (status, json.loads(body)["error"]["code"]) == (409, "second_long_request")
         for first in (3, 6):
             line.exchange(tree(first), first // 3 + 1)
         assert line.raw.answer(b"0\r\n\r\n")[0] == 204
@@ -208,6 +203,15 @@ def test_what_is_no_message_ends_the_request_and_not_the_session(data: bytes, fo
         assert httpx.post(path, json={"base": 0, "paths": [[1]]}).status_code == 204
         server.gate.open()
         assert tokens_of(line.events) == target_tokens(PROMPT, 24)
+
+
+def test_two_at_a_time_are_refused_and_the_first_goes_on() -> None:
+    """Messages are numbered in the one."""
+    with serve_fake(gate=StepGate()) as server, begun(server) as line, Raw(server) as second:
+        line.exchange(tree(), 1)
+        status, _, body = second.answer(long_head(line.session) + chunk(tree()))
+        assert (status, json.loads(body)["error"]["code"]) == (409, "second_long_request")
+        line.exchange(tree(3), 2)
 
 
 def test_a_long_request_is_no_slow_body_until_it_is_answered() -> None:

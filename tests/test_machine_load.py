@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -83,8 +83,7 @@ def test_others_are_reported_with_their_share_and_one_piece_of_advice(
 ) -> None:
     """Where they took more than a little, and enough was measured."""
     load = load_between(monkeypatch, *readings)
-    assert load.other_share == pytest.approx(share)
-    assert load.warning() == warning
+    assert (load.other_share, load.warning()) == (pytest.approx(share), warning)
 
 
 def test_a_short_measurement_can_be_lengthened() -> None:
@@ -124,17 +123,11 @@ def test_processes_that_are_not_ours_are_noticed() -> None:
         for _ in range(num_busy):
             subprocess.run([sys.executable, "-c", orphan], check=True, stdout=writer)
         os.close(writer)
-        seen = b""
-        while seen.count(b"b") < num_busy:
-            seen += _read(reports)
-        with MachineLoad() as load:
-            while seen.count(b"e") < num_busy:
-                seen += _read(reports)
-    assert load.other_share > 0.3
-    assert load.warning() is not None
-
-
-def _read(reports: io.FileIO) -> bytes:
-    data = reports.read(64)
-    assert data, "a process ended too early"
-    return data
+        seen, load = b"", MachineLoad()
+        for mark, measured in ((b"b", nullcontext()), (b"e", load)):
+            with measured:
+                while seen.count(mark) < num_busy:
+                    data = reports.read(64)
+                    assert data, "a process ended too early"
+                    seen += data
+    assert load.other_share > 0.3 and load.warning() is not None
