@@ -227,7 +227,7 @@ def test_every_path_in_a_home_directory_is_expanded_in_one_place() -> None:
     ("modules", "unwanted"),
     [
         ("edge, edge.modes.stream, edge.modes.stop_and_wait, edge.cli.main, edge.cli.run", SERVERS),
-        ("models.picks.sampling, models.bundle.bundle, models.runtimes", ()),
+        ("models.picks.sampling, models.bundle.bundle, models.runtimes, models.runtimes.ngram", ("openvino",)),
         ("models.wire.protocol", ()),
         ("cloud.server.main", ()),
         ("cloud.server.serve", ("outrider.edge", "outrider.export", "outrider.reference")),

@@ -83,7 +83,7 @@ def test_others_are_reported_with_their_share_and_one_piece_of_advice(
 ) -> None:
     """Where they took more than a little, and enough was measured."""
     load = load_between(monkeypatch, *readings)
-    assert (load.other_share, load.warning()) == (pytest.approx(share), warning)
+    assert load.other_share == pytest.approx(share) and load.warning() == warning
 
 
 def test_a_short_measurement_can_be_lengthened() -> None:

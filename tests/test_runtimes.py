@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,10 +24,7 @@ from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, torch_loading, torch_paged
 from outrider.models.runtimes.base import (
     PROMISED_POSITIONS,
-    BatchRuntime,
-    BranchingRuntime,
     RuntimeOptions,
-    SequenceRuntime,
     SequenceSlice,
 )
 from outrider.models.runtimes.ngram import NgramLookup
@@ -68,15 +64,6 @@ def test_a_missing_package_prints_the_pip_command(
         RuntimeUnavailable, match=rf'needs the package \'{package}\'.*pip install "outrider\[{extra}\]"'
     ):
         OPENERS[opener](package, tmp_path, OPTIONS)
-
-
-def test_the_package_itself_imports_no_runtime() -> None:
-    """Neither openvino nor torch is loaded before a runtime is opened."""
-    code = (
-        "import sys, outrider.models.runtimes, tests.fake_runtime, outrider.models.runtimes.ngram\n"
-        "assert not {'openvino', 'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
 
 
 @pytest.mark.parametrize(
@@ -274,53 +261,17 @@ def test_impossible_addresses_are_assertion_errors() -> None:
             runtime.forward(batch)
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.3, 0.8, 1.0])
-def test_a_draft_agrees_as_often_as_asked(agreement: float) -> None:
-    """Over 1,000 contexts of the target's own greedy text; within four standard deviations, plus 1 / VOCAB by luck."""
-    target, draft = (FakeSequenceRuntime(vocab_size=VOCAB, agreement=each) for each in (1.0, agreement))
-    token, num_same = 3, 0
-    for _ in range(1000):
-        guess, token = (int(runtime.extend([token]).argmax()) for runtime in (draft, target))
-        num_same += guess == token
-    expected = agreement + (1 - agreement) / VOCAB
-    assert abs(num_same / 1000 - expected) <= 4 * (expected * (1 - expected) / 1000) ** 0.5
-
-
-def test_a_sequence_rolls_back_and_seeds_differ() -> None:
-    """After truncation the logits are those of the shorter text; another seed is another language."""
-    runtime = FakeSequenceRuntime(vocab_size=VOCAB)
-    runtime.extend([1, 2, 3, 4])
-    runtime.truncate(2)
-    assert runtime.length == 2 and np.array_equal(runtime.extend([9, 8]), linear([1, 2, 9, 8])[-1])
-    assert not np.array_equal(linear([1, 2]), linear([1, 2], seed=1))
-    assert isinstance(runtime, SequenceRuntime) and isinstance(FakeBatchRuntime(), BatchRuntime)
-    with pytest.raises(ConfigError, match=r"agreement is 1\.5"):
-        FakeSequenceRuntime(agreement=1.5)
-
-
-def test_branches_have_their_linear_logits_and_leave_the_sequence() -> None:
-    """Each row is that of a fresh sequence, in any share of agreement; the sequence goes on where it was."""
-    seen: list[int] = []
-    runtime = FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.5, on_branches=lambda call: seen.append(len(call)))
-    twin = FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.5)
-    assert isinstance(runtime, BranchingRuntime)
-    runtime.extend([1, 2])
-    branches = [[3], [3, 4], [5, 6, 7], [5, 6, 8]]
-    rows = runtime.extend_branches(branches)
-    assert seen == [4] and runtime.length == 2 and rows.shape == (4, VOCAB)
-    for row, branch in zip(rows, branches, strict=True):
-        twin.truncate(0)
-        assert np.array_equal(row, twin.extend([1, 2, *branch]))
-    assert np.array_equal(runtime.extend([5, 6, 8]), rows[3])
-    for wrong in ([], [[1]] * 9):
-        with pytest.raises(AssertionError):
-            runtime.extend_branches(wrong)
-    with pytest.raises(ConfigError, match="7 tokens do not fit the 6 positions"):
-        FakeSequenceRuntime(max_positions=6).extend_branches([[1], [1] * 7])
+@pytest.mark.parametrize("wrong", [[], [[1]] * 9], ids=["none", "too many"])
+def test_a_fake_draft_takes_one_branch_to_eight(wrong: list[list[int]]) -> None:
+    with pytest.raises(AssertionError):
+        FakeSequenceRuntime(vocab_size=VOCAB).extend_branches(wrong)
 
 
 def test_logits_are_peaked_but_not_certain() -> None:
-    """The likeliest token has most of the mass in most contexts and rarely all of it, so sampling matters."""
+    """The likeliest token has most of the mass in most contexts and rarely all of it, so sampling matters. Another seed
+    is another language.
+    """
+    assert not np.array_equal(linear([1, 2]), linear([1, 2], seed=1))
     rows = linear(list(np.random.default_rng(0).integers(0, VOCAB, 500)))
     top = 1 / np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1)
     assert 0.4 < np.median(top) < 0.95
