@@ -6,14 +6,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.agents import VOCAB, Posting, asking, drafter, is_at_rest, truth
+from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
 from tests.engine_harness import refused
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests, FaultyProxy
@@ -119,12 +120,17 @@ def begun(server: FakeServer, url: str | None = None) -> Iterator[Line]:
     with (
         httpx.Client(base_url=url or server.url) as client,
         client.stream("POST", "/v1/sessions", json=SESSION) as stream,
-        Raw(replace(server, url=url or server.url)) as raw,
+        Raw(server if url is None else At(url)) as raw,  # type: ignore[arg-type]
     ):
         opened = next(events := read_all_events(stream))
         assert isinstance(opened, SessionOpen)
         raw.send(long_head(opened.session))
         yield Line(raw, events, opened.session)
+
+
+@dataclass
+class At:
+    url: str
 
 
 def long_head(session: str) -> bytes:
@@ -361,7 +367,8 @@ def test_a_loop_whose_time_stands_still_measures_no_negative_round_trip() -> Non
 
         sender = DraftSender(times.append)
         line = LongRequest("http://x", start, ByteCounts(), rtt_s=0.0, step_s=0.0, on_unusable=lambda is_refused: None)
-        sender.send(Posting(lambda _, message: line.post(message.body)), "session", DraftMessage("", b"a tree"))
+        up: Any = SimpleNamespace(post_drafts=lambda _, message: line.post(message.body))
+        sender.send(up, "session", DraftMessage("", b"a tree"))
         await asyncio.gather(*sender._tasks)
         line.end(is_cut=True)
 

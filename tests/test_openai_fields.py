@@ -34,10 +34,11 @@ def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 1e-8}, {"temperature": 9e-5}, {"top_p": 0}, {"top_p": 0.0}])
-def test_what_keeps_the_best_token_only_is_greedy(fields: dict[str, float]) -> None:
+@pytest.mark.parametrize("kind", [openai.CompletionRequest, openai.ChatRequest])
+def test_what_keeps_the_best_token_only_is_greedy(kind: type[openai.ChatRequest], fields: dict[str, float]) -> None:
     """OpenAI's ranges begin at 0; our sampler's do not."""
-    for kind, asks in ((openai.CompletionRequest, {"prompt": "a"}), (openai.ChatRequest, {"messages": MESSAGES})):
-        assert kind.model_validate({**asks, "seed": 7, **fields}).sampling() == SamplingParams(0.0, seed=7)
+    asked = {"prompt": "a", "messages": MESSAGES, "seed": 7, **fields}
+    assert kind.model_validate(asked).sampling() == SamplingParams(0.0, seed=7)
 
 
 @pytest.fixture(scope="module", params=["endpoint", "verifier"])
@@ -267,8 +268,7 @@ def test_usage_in_each_chunk(client: httpx.Client) -> None:
 )
 def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[str]) -> None:
     """The one that begins first, of those that a token completes; what may begin one is held back, and no more."""
-    found = [_StopString(stop) for stop in stops]
-    text = ""
+    found, text = [_StopString(stop) for stop in stops], ""
     for piece in pieces:
         text += piece
         ends = [each.push(piece) for each in found]
@@ -283,8 +283,7 @@ def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[s
 
 def test_stop_strings_cost_little_whatever_the_text_is() -> None:
     """16 of 1,000 characters that nearly match all the time: work per character is bounded."""
-    stop = _StopString("a" * 999 + "c")
-    steps = 0
+    stop, steps = _StopString("a" * 999 + "c"), 0
 
     class Counted(list[int]):
         def __getitem__(self, index: Any) -> Any:

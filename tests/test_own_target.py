@@ -147,7 +147,11 @@ def test_a_text_whose_verifier_ends_is_an_error_at_once() -> None:
         began.set()
         await asyncio.Event().wait()
 
-    ending = threading.Thread(target=lambda: began.wait(TIMEOUT_S) and own.has_ended("its last words"))
+    def end() -> None:
+        began.wait(TIMEOUT_S)
+        own.has_ended("its last words")
+
+    ending = threading.Thread(target=end)
     ending.start()
     for _ in range(2):
         with pytest.raises(RuntimeUnavailable, match="the verifier of --target has ended: its last words"):

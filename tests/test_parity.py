@@ -63,8 +63,7 @@ class Exact(SequenceSteps):
     """An export that is the source."""
 
     def __init__(self, max_positions: int = 512) -> None:
-        self.max_positions = max_positions
-        self.tokens: list[int] = []
+        self.max_positions, self.tokens = max_positions, list[int]()
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self.tokens += tokens
@@ -88,7 +87,8 @@ class Changed(Exact):
 
 def noisy(rows: NDArray[np.float32], *_: int) -> NDArray[np.float32]:
     """As quantized weights are: a little off everywhere, the same whenever the same is computed."""
-    return rows + np.float32(0.15) * np.sin(np.float32(1e4) * rows)
+    noise: NDArray[np.float32] = 0.15 * np.sin(1e4 * rows)
+    return rows + noise
 
 
 def without_window(rows: NDArray[np.float32], length: int, _: int) -> NDArray[np.float32]:

@@ -76,8 +76,7 @@ class Side:
 @settings(max_examples=300, deadline=None)
 def test_what_is_learned_later_is_the_same(data: st.DataObject) -> None:
     """Messages, lookups and commits in any order: the pending nodes at once, counts and rates once it is settled."""
-    now, late = Side(False), Side(True)
-    first = 0
+    now, late, first = Side(False), Side(True), 0
     for _ in range(data.draw(st.integers(1, 6))):
         for _ in range(data.draw(st.integers(0, 2))):
             message = data.draw(messages(now.drafts.committed, first))

@@ -136,17 +136,16 @@ def test_a_tree_takes_over_what_was_looked_up() -> None:
 # -- chances -----------------------------------------------------------------------------------------------------------
 
 
-def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_much() -> None:
+@pytest.mark.parametrize("skill", [1.0, 0.5])
+def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_much(skill: float) -> None:
     """Rates approach what happens; kinds that were never tested follow the ratio of hits to promises."""
-    rng = random.Random(1)
-    for skill in (1.0, 0.5):
-        drafts = pending(Drafting(32, Policy.AUTO))
-        for base in range(400):
-            level = rng.choice([6, 13])
-            drafts.trie.merge_tree(TreeDraft(base, base, [1], [ROOT], [level]), drafts.committed)
-            commit(drafts, 1 if rng.random() < skill * CHANCES[level] else 2)
-        for level, within in ((13, 0.15), (6, 0.12), (11, 0.2)):
-            assert drafts.chances.rates()[LEVELS + level] == pytest.approx(skill * CHANCES[level], abs=within)
+    rng, drafts = random.Random(1), pending(Drafting(32, Policy.AUTO))
+    for base in range(400):
+        level = rng.choice([6, 13])
+        drafts.trie.merge_tree(TreeDraft(base, base, [1], [ROOT], [level]), drafts.committed)
+        commit(drafts, 1 if rng.random() < skill * CHANCES[level] else 2)
+    for level, within in ((13, 0.15), (6, 0.12), (11, 0.2)):
+        assert drafts.chances.rates()[LEVELS + level] == pytest.approx(skill * CHANCES[level], abs=within)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -227,16 +226,14 @@ def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject)
     parents = [data.draw(st.integers(-1, i - 1)) for i in range(size)]
     levels = data.draw(st.lists(st.integers(6, 15), min_size=size, max_size=size))
     budget = data.draw(st.integers(0, 8))
-    drafting = Drafting(8, Policy.AUTO, with_trees=True)
-    step_s = 0.01
+    drafting, step_s = Drafting(8, Policy.AUTO, with_trees=True), 0.01
     for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 10):
         step_s += data.draw(st.sampled_from([0.0, 0.0005, 0.002, 0.006]))
         drafting.curve.observe(StepSize(tokens), step_s)
     drafts = pending(drafting)
     drafting.merge_tree(drafts, TreeDraft(0, 0, range(size), [ROOT if p < 0 else p for p in parents], levels), 0.0)
     chosen = drafting.choose([drafts], budget, StepSize(1, 0), 0.0)[drafts]
-    rates = drafts.chances.rates()
-    alive: list[float] = []
+    rates, alive = drafts.chances.rates(), list[float]()
     for parent, level in zip(parents, levels, strict=True):
         alive.append(rates[LEVELS + level] * (alive[parent] if parent >= 0 else 1.0))
     times = drafting.curve.seconds(1 + size)
@@ -257,13 +254,20 @@ def branching(drafting: Drafting) -> PendingDrafts:
     return drafts
 
 
-def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
+@pytest.mark.parametrize(
+    ("extra_s", "expected"),
+    [
+        (0.0001, SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0])),
+        (0.006, SelectedDrafts.line([1, 3])),
+        (0.1, SelectedDrafts()),
+    ],
+    ids=["tree", "line", "nothing"],
+)
+def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing(extra_s: float, expected: SelectedDrafts) -> None:
     """Nothing but the step's time decides: the dearer a token, the less of the tree is verified."""
-    whole, line = SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0]), SelectedDrafts.line([1, 3])
-    for extra_s, expected in ((0.0001, whole), (0.006, line), (0.1, SelectedDrafts())):
-        drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
-        drafts = branching(drafting)
-        assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == expected
+    drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
+    drafts = branching(drafting)
+    assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == expected
 
 
 def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:

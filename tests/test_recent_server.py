@@ -84,7 +84,10 @@ def test_a_salt_divides_what_is_kept_of_texts() -> None:
     """Another salt of the same key sees no earlier text, cannot go on with a prefix, and pushes nothing out."""
     salted: dict[str, Any] = {"cache_salt": "one", "keep_prefix": True}
     with serving(MemoryStore()) as (server, client):
-        asks = {"sessions": {"prompt": [5], "max_tokens": 1}, "verify": {"items": [{"prefix": [5]}]}}
+        asks: dict[str, dict[str, Any]] = {
+            "sessions": {"prompt": [5], "max_tokens": 1},
+            "verify": {"items": [{"prefix": [5]}]},
+        }
         for (path, asked_for), (length, status) in product(asks.items(), ((64, 200), (65, 400))):
             assert client.post(f"/v1/{path}", json=asked_for | {"cache_salt": "x" * length}).status_code == status
         done = session(client, **salted)

@@ -186,8 +186,9 @@ def test_a_prediction_has_chances_of_its_own() -> None:
 def test_vllms_book_drafts_from_an_earlier_text() -> None:
     """By the same modules: its terms carry the text to the engine process."""
     book, found = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0), list[RecentTextSource]()
-    for number, how in enumerate(({"is_repeat": True}, {"is_predicted": True}), start=1):
-        terms = Terms(number, GREEDY, 20, DraftHints(recent=(5, 6, 7), **how))
+    for number, is_predicted in enumerate((False, True), start=1):
+        hints = DraftHints(recent=(5, 6, 7), is_repeat=not is_predicted, is_predicted=is_predicted)
+        terms = Terms(number, GREEDY, 20, hints)
         assert terms_of(terms.extra_args()) == terms
         found += [source for source in book.open(terms, PROMPT).drafts.sources if isinstance(source, RecentTextSource)]
     earlier, prediction = found

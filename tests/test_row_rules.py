@@ -195,7 +195,7 @@ def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
 
     def left(probability: float, threshold: float, row: list[float] = logits, position: int = 9) -> list[int]:
         narrowing = Narrowing(ProcessorOptions(xtc_probability=probability, xtc_threshold=threshold))
-        return narrowing.narrow(np.array(row, dtype=np.float32), np.arange(len(row)), params, position).tolist()
+        return list(narrowing.narrow(np.array(row, dtype=np.float32), np.arange(len(row)), params, position))
 
     assert left(1.0, 0.1) == [0, 3, 4] and left(1.0, 0.35) == left(0.0, 0.1) == [0, 1, 2, 3, 4]
     is_narrowed = [len(left(0.5, 0.1, position=position)) == 3 for position in range(400)]

@@ -77,8 +77,7 @@ def changed_rows(
     texts: Sequence[Text], own: NDArray[np.float32]
 ) -> tuple[list[tuple[int, TextPath]], list[Row | None]]:
     """Each text's path with its first row, and each row as numpy has it; None: nothing changes it, or it counts not."""
-    paths: list[tuple[int, TextPath]] = []
-    expected: list[Row | None] = []
+    paths, expected = list[tuple[int, TextPath]](), list[Row | None]()
     for plan, prompt, output, drafted, num_plain in texts:
         expected += [None] * num_plain
         text = TextRows(plan, prompt, VOCAB)
@@ -127,16 +126,16 @@ def test_a_tree_is_walked_as_its_paths(plan: ProcessorPlan, prompt: list[int], n
 @given(st.lists(_texts, min_size=1, max_size=5), st.integers(0, 1 << 30))
 def test_rows_change_to_the_bit_as_one_by_one(texts: list[Text], seed: int) -> None:
     """Rules of many texts in one step, drafts, rows that nothing changes, rows of which nothing would be left; many
-    penalized ids, so that not all rows are done at a time.
+    penalized ids and a small cache, so that not all rows are done at a time.
     """
     own = rows_of_a_model(sum(num_plain + len(drafted) + 1 for _, _, _, drafted, num_plain in texts), seed)
     paths, expected = changed_rows(texts, own)
     logits = torch.from_numpy(own.copy())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.models.processors.rows_torch._MOST_PENALIZED", 2 * VOCAB)
+        for limit in ("_MOST_PENALIZED", "_CACHED"):
+            patch.setattr(f"outrider.models.processors.rows_torch.{limit}", 2 * VOCAB)
         changes = RowChanges(paths, len(own), VOCAB, CPU)
-    is_finite = changes.apply(logits).tolist()
-    picks = logits.argmax(1)
+        is_finite, picks = changes.apply(logits).tolist(), logits.argmax(1)
     for row, truth, found, is_fine in zip(own, expected, logits.numpy(), is_finite, strict=True):
         if truth is not None:
             assert is_fine == bool(np.isfinite(row.max()))
@@ -147,18 +146,6 @@ def test_rows_change_to_the_bit_as_one_by_one(texts: list[Text], seed: int) -> N
         values = changes.own(logits, index, picks[index]).tolist()
         for row, pick, value in zip(asked, picks[index].tolist(), values, strict=True):
             assert value == own[row][pick]
-
-
-def test_a_mask_of_many_rows_is_applied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts are as large as a core's cache, whatever the vocabulary."""
-    monkeypatch.setattr("outrider.models.processors.rows_torch._CACHED", 2 * VOCAB)
-    plan = ProcessorPlan(ProcessorOptions(allowed_ids=(1, 5)))
-    own = np.random.default_rng(0).standard_normal((9, VOCAB)).astype(np.float32)
-    paths = [(first, TextRows(plan, (), VOCAB).walk(())) for first in range(1, 8)]
-    logits = torch.from_numpy(own.copy())
-    RowChanges(paths, 9, VOCAB, CPU).apply(logits)
-    changed = [apply_all(plan.states((), VOCAB), row) for row in own[1:8]]
-    assert np.array_equal(logits.numpy(), [own[0], *changed, own[8]])
 
 
 _params = st.builds(
@@ -265,8 +252,7 @@ def test_a_limit_that_a_guess_reaches_is_none_of_the_text(
     error = path.errors[len(path.rows)]
     assert isinstance(error, RequestError) and error.code == "grammar_too_complex"
     assert 1 <= len(path.rows) < 64
-    fresh = TextRows(plan, (), size).walk(())
-    again = text.walk(())
+    fresh, again = TextRows(plan, (), size).walk(()), text.walk(())
     assert not again.errors and np.array_equal(again.rows[0].mask, fresh.rows[0].mask)  # type: ignore[arg-type]
     text.follow((), [x] * (len(path.rows) - 1))
     with pytest.raises(RequestError, match="too costly"):

@@ -176,11 +176,11 @@ def test_what_a_rule_cannot_judge_is_refused_by_name(
     assert answer.status_code == 400 and answer.json()["error"]["code"] in codes
 
 
-def test_xtc_goes_with_a_rule_where_its_threshold_is_off(tolerant: httpx.Client) -> None:
-    for threshold, status in ((0.6, 200), (0.5, 400)):
-        own = {"rule": "tolerance", "draft_log_q": [-0.1], "delta": 1.0, "xtc_probability": 0.5}
-        answer = tolerant.post("/v1/verify", json=judged(xtc_threshold=threshold, **own))
-        assert answer.status_code == status
+@pytest.mark.parametrize(("threshold", "status"), [(0.6, 200), (0.5, 400)])
+def test_xtc_goes_with_a_rule_where_its_threshold_is_off(tolerant: httpx.Client, threshold: float, status: int) -> None:
+    xtc = {"xtc_probability": 0.5, "xtc_threshold": threshold}
+    item = judged(rule="tolerance", draft_log_q=[-0.1], delta=1.0, **xtc)
+    assert tolerant.post("/v1/verify", json=item).status_code == status
 
 
 def test_every_result_says_that_tolerance_is_lossy() -> None:

@@ -203,8 +203,7 @@ def test_equals_a_search_whatever_was_appended_and_cut(
 ) -> None:
     """After any series of extensions and truncations the index gives the same as a search of the text."""
     min_n, max_n = sorted(sizes)
-    lookup = NgramLookup(max_n=max_n, min_n=min_n)
-    tokens: list[int] = []
+    lookup, tokens = NgramLookup(max_n=max_n, min_n=min_n), list[int]()
     for step in steps:
         if isinstance(step, int):
             tokens = tokens[: len(tokens) * step // 100]

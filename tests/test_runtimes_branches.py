@@ -181,8 +181,7 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
     known: list[list[int]] = [[]]
     for _ in range(30):
         assert runtime.length == len(text)
-        room = LONGEST - len(text)
-        action = rng.random()
+        room, action = LONGEST - len(text), rng.random()
         if action < 0.7 and room and runtime.max_branches > 1:
             branches = [
                 (rng.choice(known) + tokens_of(rng, rng.choice([1, 1, 1, 2, 30])))[:room]
@@ -243,9 +242,14 @@ def test_it_is_a_branching_sequence_runtime(runtime: Branching) -> None:
     assert runtime.max_branches == 8
     runtime.extend([1])
     wrongs: list[tuple[Callable[[Any], object], Any]] = [
-        *((runtime.extend, tokens) for tokens in ([], [-1], [TINY_VOCAB])),
+        (runtime.extend, []),
+        (runtime.extend, [-1]),
+        (runtime.extend, [TINY_VOCAB]),
         (runtime.truncate, 2),
-        *((runtime.extend_branches, branches) for branches in ([], [[]], [[TINY_VOCAB]], [[1]] * 9)),
+        (runtime.extend_branches, []),
+        (runtime.extend_branches, [[]]),
+        (runtime.extend_branches, [[TINY_VOCAB]]),
+        (runtime.extend_branches, [[1]] * 9),
     ]
     for call, wrong in wrongs:
         with pytest.raises(AssertionError):
