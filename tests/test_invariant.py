@@ -45,7 +45,6 @@ from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 NUM_WORKERS = 3
 NUM_TEXTS = {Policy.AUTO: 6, Policy.VERIFY: 3}
 MAX_TOKENS = 40
-HOT = "temperature 0.8"
 CASES = [
     *((mode, Policy.AUTO) for mode in MODES),
     # Waits for drafts, so that many are verified however fast the machine is. The other policy weighs measured times.
@@ -223,7 +222,10 @@ def test_drafts_of_every_runtime_keep_the_targets_text(
     ):
         assert lab.placement.provider == provider and lab.placement.notes == ()
         vocab_size = target.manifest.architecture.vocab_size
-        requests = [*make_requests(lab, SAMPLINGS["greedy"], 1, 32), *make_requests(lab, SAMPLINGS[HOT], 2, 32)]
+        requests = [
+            *make_requests(lab, SAMPLINGS["greedy"], 1, 32),
+            *make_requests(lab, SAMPLINGS["temperature 0.8"], 2, 32),
+        ]
         expected = plain_texts(runtime, requests)
         num_tested = num_accepted = 0
         for mode in ("stop-and-wait", FAULTY):  # these draft at any speed of the draft model

@@ -18,17 +18,6 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass"
 """Uses so much processor time, an interpreter's start included."""
 
 
-def load_between(monkeypatch: pytest.MonkeyPatch, *readings: Counters) -> MachineLoad:
-    """A load that has read these counters, two for each measurement."""
-    waiting = list(readings)
-    monkeypatch.setattr(machine_load, "read_counters", lambda beside: waiting.pop(0))
-    load = MachineLoad()
-    while waiting:
-        with load:
-            pass
-    return load
-
-
 def counters(
     clock_s: float,
     busy_s: tuple[float, ...],
@@ -82,7 +71,11 @@ def test_others_are_reported_with_their_share_and_one_piece_of_advice(
     monkeypatch: pytest.MonkeyPatch, readings: tuple[Counters, ...], share: float, warning: str | None
 ) -> None:
     """Where they took more than a little, and enough was measured."""
-    load = load_between(monkeypatch, *readings)
+    waiting, load = list(readings), MachineLoad()  # which reads two of them for each measurement
+    monkeypatch.setattr(machine_load, "read_counters", lambda beside: waiting.pop(0))
+    while waiting:
+        with load:
+            pass
     assert load.other_share == pytest.approx(share) and load.warning() == warning
 
 

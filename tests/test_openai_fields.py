@@ -75,7 +75,6 @@ def refused(client: httpx.Client, path: str = "/v1/completions", **fields: Any) 
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "zip"}]
-CHAT_PROMPT = "user: zip\nassistant:"
 
 
 # logprobs
@@ -115,7 +114,7 @@ def test_logprobs_of_a_chat(client: httpx.Client) -> None:
     """Each token with its bytes, which may be half a character; streamed they are the same."""
     (choice,) = complete(client, CHAT, logprobs=True, top_logprobs=2)["choices"]
     openai_answers.ChatLogprobs.model_validate(choice["logprobs"], strict=True)
-    found, expected = choice["logprobs"]["content"], expected_logprobs(CHAT_PROMPT, 24, 2)
+    found, expected = choice["logprobs"]["content"], expected_logprobs("user: zip\nassistant:", 24, 2)
     assert (
         bytes(byte for each in found for byte in each["bytes"]).decode(errors="replace") == choice["message"]["content"]
     )

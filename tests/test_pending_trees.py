@@ -20,8 +20,6 @@ from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
 
-PROMPT = [3, 1, 4, 1, 5]
-
 
 def paths_in(trie: DraftTrie) -> set[tuple[int, ...]]:
     """The path of every pending node."""

@@ -29,8 +29,6 @@ from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
 
 GREEDY = SamplingParams()
-PROMPT = (1, 2, 3)
-
 ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 
 
@@ -143,7 +141,7 @@ def test_a_turn_that_continues_a_kept_prefix_is_found_by_its_whole_prompt() -> N
 
 
 def asked(owner: bytes, salt: bytes = b"") -> GenerateRequest:
-    return flat_request(PROMPT, GREEDY, 1, owner=owner, salt=salt)
+    return flat_request((1, 2, 3), GREEDY, 1, owner=owner, salt=salt)
 
 
 def test_no_hash_that_may_be_sent_names_a_prefix_of_another_salt() -> None:
