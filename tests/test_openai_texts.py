@@ -233,16 +233,14 @@ def test_a_call_of_a_tool(caller: httpx.Client) -> None:
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'} and call["type"] == "function"
     assert (message["content"], message["reasoning_content"], choice["finish_reason"]) == ("Sure.", "Hm.", "tool_calls")
     assert call["id"].startswith("call_")
-    content = thought = arguments = ""
-    reasons = []
-    for chunk in chunks(caller, CHAT, tools=TOOLS, **asked):
+    streamed = chunks(caller, CHAT, tools=TOOLS, **asked)
+    for chunk in streamed:
         openai_answers.ChatChunk.model_validate(chunk, strict=True)
-        delta = chunk["choices"][0]["delta"]
-        content += delta.get("content", "")
-        thought += delta.get("reasoning_content", "")
-        arguments += "".join(each["function"]["arguments"] for each in delta.get("tool_calls", ()))
-        reasons.append(chunk["choices"][0]["finish_reason"])
-    assert (content, thought, arguments) == ("Sure.", "Hm.", '{"city": "Paris"}')
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in streamed]
+    content, thought = ("".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content"))
+    arguments = [each["function"]["arguments"] for delta in deltas for each in delta.get("tool_calls", ())]
+    assert (content, thought, "".join(arguments)) == ("Sure.", "Hm.", '{"city": "Paris"}')
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         (choice,) = complete(caller, CHAT, **asked, **fields)["choices"]

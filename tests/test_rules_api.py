@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -31,7 +32,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.picks.acceptance import WARM_UP, Rule, RuleTerms
-from outrider.models.picks.rejection import WHOLE, SparseDistribution
+from outrider.models.picks.rejection import WHOLE
 from outrider.models.picks.sampling import SamplingParams
 
 REJECTION = RuleTerms(Rule.REJECTION)
@@ -66,10 +67,6 @@ async def generate(
         return [await agent.generate(request) for request in requests]
 
 
-def numbers(q: SparseDistribution) -> list[int]:
-    return [number for pair in zip(q.ids, q.weights, strict=True) for number in pair]
-
-
 def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
     """Chi-square over whole texts; 250 items a call, blocks of no, one or two tokens."""
     languages, num = Languages(), 600
@@ -84,7 +81,7 @@ def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
                     {
                         "prefix": [*PROMPT, *text],
                         "draft": tokens,
-                        "draft_q": [numbers(q) for q in qs],
+                        "draft_q": [[*chain(*zip(q.ids, q.weights, strict=True))] for q in qs],
                         "rule": "rejection",
                         "temperature": languages.params.temperature,
                         "seed": seed,
