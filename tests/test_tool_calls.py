@@ -208,7 +208,7 @@ def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bo
     write = partial(written, form)
     one: tuple[str, Any] = ("weather", {"city": "Paris", "days": 3})
     two: tuple[str, Any] = ("time", {})
-    wrongs = (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5}))
+    wrongs: Any = (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5}))
     expected = {write(one): True, write(two): True, write(one, two): not is_one, "Sure. " + write(two): False}
     expected |= {write(wrong): False for wrong in wrongs}
     assert {text: is_allowed(grammar, text) for text in expected} == expected

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.requests import flat_request
 from tests.vllm.serving import Reference
-from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Text, mixed, nothing, right, run_all
-from tests.waiting import TIMEOUT_S
+from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Guess, Text, mixed, nothing, right, run_all
 
-from outrider.cloud.seam import CommitEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -23,40 +22,28 @@ from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.text.tokenizer import Tokenizer
 
 
-class Chosen(Text):
-    """Keeps the logprobs, too."""
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, CommitEvent):
-            assert [each.token for each in event.logprobs] == list(event.tokens)
-            self.logprobs: list[TokenLogprobs] = [*getattr(self, "logprobs", []), *event.logprobs]
-        super().__call__(event)
+def logprobs_of(text: Text) -> list[TokenLogprobs]:
+    """Of all its tokens, three each; none of a text that did not ask."""
+    found = [each for commit in text.commits for each in commit.logprobs]
+    assert all(len(each.top) == 3 and each.top[0][1] >= each.logprob for each in found)
+    return found
 
 
 @pytest.mark.parametrize("guess", [nothing, right, mixed])
 def test_logprobs_are_the_models_and_change_no_text(
-    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], guess: object
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], guess: Guess
 ) -> None:
     """Half of the texts ask for them, beside others that do not."""
-    running = []
-    for index, (prompt, params, truth) in enumerate(texts[:10]):
-        text = (Chosen if index % 2 else Text)(engine, truth, guess)  # type: ignore[arg-type]
-        count = 3 if index % 2 else None
-        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, num_logprobs=count))
-        running.append(text)
-    for text in running:
-        assert text.ended.wait(4 * TIMEOUT_S)
-    assert [text.tokens for text in running] == [truth for _, _, truth in texts[:10]]
-    if guess is not nothing:
-        assert sum(text.end.usage.accepted_tokens for text in running if text.end) > NUM_TOKENS
-    shown = [text.logprobs for text in running if isinstance(text, Chosen)]
-    _check(shown, [truth for _, _, truth in texts[1:10:2]])
-
-
-def _check(shown: Sequence[Sequence[TokenLogprobs]], truths: Sequence[Sequence[int]]) -> None:
-    for own, truth in zip(shown, truths, strict=True):
-        assert [each.token for each in own] == list(truth)
-        assert all(len(each.top) == 3 and each.top[0][1] >= each.logprob for each in own)
+    counts = [None, 3] * 5
+    asked = [
+        (flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, num_logprobs=count), truth, guess)
+        for (prompt, params, truth), count in zip(texts[:10], counts, strict=True)
+    ]
+    running, truths = run_all(engine, asked), [truth for _, truth, _ in asked]
+    assert [text.tokens for text in running] == truths
+    assert guess is nothing or sum(text.wait().usage.accepted_tokens for text in running) > NUM_TOKENS
+    shown = [[each.token for each in logprobs_of(text)] for text in running]
+    assert shown == [truth if count else [] for truth, count in zip(truths, counts, strict=True)]
 
 
 def test_an_item_has_the_logprobs_of_all_its_passes(
@@ -64,11 +51,10 @@ def test_an_item_has_the_logprobs_of_all_its_passes(
 ) -> None:
     """One report, however many steps it took."""
     prompt, params, truth = texts[0]
-    text = Chosen(engine, truth, nothing)
     draft = (*truth[:5], truth[6])
-    text.submit(flat_request(prompt, params, NUM_TOKENS, draft=draft, once=True, num_logprobs=0))
-    assert text.ended.wait(TIMEOUT_S)
-    assert text.tokens == truth[:6] and len(text.logprobs) == 6
+    request = flat_request(prompt, params, NUM_TOKENS, draft=draft, once=True, num_logprobs=0)
+    (text,) = run_all(engine, [(request, truth, nothing)])
+    assert [each.token for commit in text.commits for each in commit.logprobs] == text.tokens == truth[:6]
 
 
 RULES = (
@@ -88,17 +74,12 @@ class Ruled:
         self.vocab_size = int(self.reference.model.config.vocab_size)
 
     def __call__(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan) -> list[int]:
-        import torch
-
-        tokens, past, new = list(prompt), None, list(prompt)
         chooser = TokenChooser(params, plan.states(prompt, self.vocab_size), None, plan.narrowing)
-        with torch.no_grad():
-            while len(tokens) < len(prompt) + NUM_TOKENS and not plan.stop_ids.intersection(tokens[len(prompt) :]):
-                out = self.reference.model(torch.tensor([new]), past_key_values=past, use_cache=True)
-                past, row = out.past_key_values, out.logits[0, -1].numpy().astype(np.float32)
-                new = chooser.choose([row], [], [], len(tokens), stop_ids=plan.stop_ids).tokens
-                tokens += new
-        return tokens[len(prompt) :]
+
+        def choose(row: NDArray[np.float32], position: int) -> list[int]:
+            return chooser.choose([row], [], [], position, stop_ids=plan.stop_ids).tokens
+
+        return self.reference.written(prompt, NUM_TOKENS, choose, plan.stop_ids)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +101,7 @@ def test_rules_give_the_same_text_with_and_without_drafts(
     asked.append((flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, right))
     running = run_all(engine, asked)
     assert [text.tokens for text in running] == [truth for _, truth, _ in asked]
-    assert sum(text.end.usage.accepted_tokens for text in running if text.end) > NUM_TOKENS
+    assert sum(text.wait().usage.accepted_tokens for text in running) > NUM_TOKENS
 
 
 def test_a_text_goes_on_with_what_belongs_to_it(
@@ -159,8 +140,7 @@ def test_grammars_hold_on_vllm(
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     running = run_all(engine, asked)
     assert [text.tokens for text in running] == [truth for _, truth, _ in asked]
-    found = json.loads(ruled.tokenizer.decode(running[0].tokens))
-    assert found["name"] in ("ab", "cd")
+    assert json.loads(ruled.tokenizer.decode(running[0].tokens))["name"] in ("ab", "cd")
 
 
 def test_what_no_token_fits_ends_alone(
@@ -173,6 +153,4 @@ def test_what_no_token_fits_ends_alone(
     bad = flat_request(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, processors=rules)
     fine = flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0)
     ended, other = run_all(engine, [(bad, truth, nothing), (fine, truth, nothing)])
-    assert ended.end is not None and ended.end.error is not None
-    assert ended.end.error.code == "grammar_excluded" and ended.tokens == []
-    assert other.tokens == truth
+    assert (ended.code, ended.tokens, other.tokens) == ("grammar_excluded", [], truth)
