@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -100,9 +101,15 @@ def kernel_steps(record: Callable[..., object] = played_back) -> KernelSteps:
     def run(inputs: StepInputs) -> torch.Tensor:
         return inputs.position_ids[inputs.rows, None].expand(-1, VOCAB).float()
 
-    cpu = torch.device("cpu")
-    blocks = CONTEXT // BLOCK
-    return KernelSteps(run, cpu, block_size=BLOCK, num_blocks=100, max_blocks=blocks, heads=[(4, 4)], record=record)  # type: ignore[arg-type]
+    return KernelSteps(
+        run,
+        torch.device("cpu"),
+        block_size=BLOCK,
+        num_blocks=100,
+        max_blocks=CONTEXT // BLOCK,
+        heads=[(4, 4)],
+        record=record,  # type: ignore[arg-type]
+    )
 
 
 def logits_of(found: KernelSteps, *batch: SequenceSlice) -> torch.Tensor:
@@ -160,21 +167,16 @@ def test_layers_that_read_the_same_rows_are_one_product(
 ) -> None:
     """With one copy of the weights, which nothing else holds afterwards; other rows are a product of their own."""
     model: Any = Attention(has_bias=has_bias)
-    products = []
-
-    def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        products.append(weight.shape)
-        return torch.addmm(torch.zeros(()) if bias is None else bias, rows, weight.t())
-
+    product = Mock(wraps=torch.nn.functional.linear)
     with torch.inference_mode():
         rows = torch.randn(3, 6)
         others = torch.randn(3, 6) if is_cross else rows
         before = model(rows, others)
         join(model)
-        monkeypatch.setattr(torch.nn.functional, "linear", counted)
+        monkeypatch.setattr(torch.nn.functional, "linear", product)
         for _ in range(2):
             assert torch.allclose(model(rows, others), before, atol=1e-6)
-    assert products == [(16, 6)] * (4 if is_cross else 2)
+    assert [call.args[1].shape for call in product.call_args_list] == [(16, 6)] * (4 if is_cross else 2)
     assert len({each.weight.untyped_storage().data_ptr() for each in (model.q_proj, model.k_proj, model.v_proj)}) == 1
     assert model.v_proj._product._rows is None and model.v_proj._product._parts == ()
 
@@ -182,14 +184,12 @@ def test_layers_that_read_the_same_rows_are_one_product(
 def test_joining_holds_the_old_weights_of_one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that nearly fills a GPU could not be loaded else."""
     model: Any = torch.nn.ModuleList([Attention(has_bias=False) for _ in range(3)])
-    old = [weakref.ref(each.q_proj) for each in model]
-    alive = []
+    old, alive, cat = weakref.WeakSet(each.q_proj for each in model), list[int](), torch.cat
 
     def counted(*args: Any) -> torch.Tensor:
-        alive.append(sum(each() is not None for each in old))
+        alive.append(len(old))
         return cat(*args)
 
-    cat = torch.cat
     monkeypatch.setattr(torch, "cat", counted)
     join(model)
     assert alive == [3, 2, 1]

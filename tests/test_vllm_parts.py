@@ -28,9 +28,8 @@ SAMPLED = SamplingParams(0.8, 40, 0.9, 0.05, MAX_SEED)
 
 
 def book(**changes: Any) -> tuple[Book, Clock]:
-    clock = Clock()
     settings: dict[str, Any] = {"max_draft": 4, "policy": Policy.VERIFY, "looks_up": False}
-    return Book(clock=clock, **(settings | changes)), clock
+    return Book(clock=(clock := Clock()), **(settings | changes)), clock
 
 
 def verified(on: Book, served: Served) -> list[int]:
@@ -65,7 +64,7 @@ def test_drafts_become_a_path_and_alternatives_stay() -> None:
     on.take_paths(1, 2, [[1, 2, 3, 4, 5, 6]], clock.now)
     assert verified(on, served) == [1, 2, 3, 4]  # max_draft
     on.close(served)
-    assert on.totals.finished == 1 and on.totals.committed == 2
+    assert (on.totals.finished, on.totals.committed) == (1, 2)
 
 
 def test_the_book_counts_what_metrics_show() -> None:
@@ -97,8 +96,7 @@ def test_a_draft_may_come_before_its_sequence() -> None:
     on, clock = book()
     for number in range(2000):
         on.take_paths(number, 0, [[5, 6]], clock.now)
-    assert verified(on, on.open(Terms(1999, SAMPLED, 20), [9])) == [5, 6]
-    assert verified(on, on.open(Terms(3, SAMPLED, 20), [9])) == []
+    assert [verified(on, on.open(Terms(number, SAMPLED, 20), [9])) for number in (1999, 3)] == [[5, 6], []]
 
 
 def test_padding_that_is_accepted_is_counted_as_proposed() -> None:
@@ -155,9 +153,8 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     commit(on, served, 7)
     clock.now += 1.0
     assert on.waiting([served], clock.now, 1) == set()
-    assert (
-        on.drafting.distributions.wait_s.total == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
-    )
+    waited_s = served.usage.waited_s
+    assert on.drafting.distributions.wait_s.total == pytest.approx(waited_s) and waited_s > 0.9
 
 
 @pytest.mark.parametrize(
@@ -262,9 +259,8 @@ def test_drafts_of_sequences_that_are_over_are_not_kept() -> None:
     assert on._num_early == len(on._early) == 0
     for number in (7, 7, 8):
         on.take_paths(number, 0, [[5]], clock.now)
-    clock.now += 30.0
-    on.take_paths(9, 0, [[5]], clock.now)
-    assert on._num_early == 4
-    clock.now += 30.0
-    on.take_paths(9, 0, [[6]], clock.now)
-    assert on._num_early == 2 and list(on._early) == [9]
+    for token, num_early in ((5, 4), (6, 2)):
+        clock.now += 30.0
+        on.take_paths(9, 0, [[token]], clock.now)
+        assert on._num_early == num_early
+    assert list(on._early) == [9]
