@@ -154,14 +154,24 @@ def test_cache_precision_is_a_property(tiny_ir: Callable[..., Path]) -> None:
 def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """Each mistake has its own error, which names the value."""
     ir = tiny_ir("llama")
-    with pytest.raises(ConfigError, match="num_threads is -1"):
-        OpenVinoPagedRuntime(ir, replace(OPTIONS, num_threads=-1))
-    with pytest.raises(ConfigError, match="kv_cache_bytes is 100; one block of this model takes 16384"):
-        OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_cache_bytes=100))
-    with pytest.raises(
-        RuntimeUnavailable, match=r"'NOSUCH': Device .* not registered .*; devices on this machine: .*CPU"
-    ):
-        OpenVinoSequenceRuntime(ir, replace(OPTIONS, device="NOSUCH"))
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (OpenVinoPagedRuntime, {"num_threads": -1}, ConfigError, "num_threads is -1"),
+        (
+            OpenVinoPagedRuntime,
+            {"kv_cache_bytes": 100},
+            ConfigError,
+            "kv_cache_bytes is 100; one block of this model takes 16384",
+        ),
+        (
+            OpenVinoSequenceRuntime,
+            {"device": "NOSUCH"},
+            RuntimeUnavailable,
+            r"'NOSUCH': Device .* not registered .*; devices on this machine: .*CPU",
+        ),
+    ]
+    for runtime, options, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            runtime(ir, replace(OPTIONS, **options))
     with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
         OpenVinoPagedRuntime(tmp_path, OPTIONS)
     x = ops.parameter([-1, 4], np.float32, name="x")
@@ -171,26 +181,29 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
     bare = edited(ir, tmp_path / "bare", lambda logits: logits)  # no config.json beside it
     with pytest.raises(ConfigError, match="set max_positions"):
         OpenVinoPagedRuntime(bare, replace(OPTIONS, max_positions=0))
+    # A configuration may give any length: the error says what is wrong and what to change.
+    huge = copy_source(ir, tmp_path / "huge", max_position_embeddings=10**13)
+    with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
+        OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))
 
 
 def test_bad_slices_are_our_bugs(tiny_ir: Callable[..., Path]) -> None:
     """An address outside the cache never reaches the model."""
     runtime = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     for wrong in (
-        SequenceSlice([TINY_VOCAB], 0, [0], 1),
-        SequenceSlice([-1], 0, [0], 1),
-        SequenceSlice([], 0, [0], 0),
-        SequenceSlice([1], 0, [runtime.num_blocks], 1),
-        SequenceSlice([1], 32, [0], 1),
-        SequenceSlice([1], 0, [0], 2),
-        SequenceSlice([1], 0, [0], 1, positions=[256]),
-        SequenceSlice([1, 2], 0, [0], 1, mask=np.ones((1, 2), np.uint8)),
-        SequenceSlice([1, 2], 0, [0], 1, mask=np.zeros((2, 2), np.uint8)),
+        [SequenceSlice([TINY_VOCAB], 0, [0], 1)],
+        [SequenceSlice([-1], 0, [0], 1)],
+        [SequenceSlice([], 0, [0], 0)],
+        [SequenceSlice([1], 0, [runtime.num_blocks], 1)],
+        [SequenceSlice([1], 32, [0], 1)],
+        [SequenceSlice([1], 0, [0], 2)],
+        [SequenceSlice([1], 0, [0], 1, positions=[256])],
+        [SequenceSlice([1, 2], 0, [0], 1, mask=np.ones((1, 2), np.uint8))],
+        [SequenceSlice([1, 2], 0, [0], 1, mask=np.zeros((2, 2), np.uint8))],
+        [],
     ):
         with pytest.raises(AssertionError):
-            runtime.forward([wrong])
-    with pytest.raises(AssertionError):
-        runtime.forward([])
+            runtime.forward(wrong)
 
 
 def test_other_threads_run_during_a_forward(tiny_ir: Callable[..., Path]) -> None:
@@ -246,13 +259,6 @@ def test_the_cache_is_made_for_what_a_sequence_needs(tiny_ir: Callable[..., Path
     runtime.extend_branches([[*text[2040:], 1]])
     assert cache_bytes(runtime) == cache_bytes(many) + 2 * thousand
     assert np.abs(runtime.extend(text[2040:]) - logits).max() < 1e-4
-
-
-def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
-    """A configuration may give any length: the error says what is wrong and what to change."""
-    huge = copy_source(tiny_ir("llama"), tmp_path / "huge", max_position_embeddings=10**13)
-    with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
-        OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))
 
 
 _EVERY_LENGTH = """

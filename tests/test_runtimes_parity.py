@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
+from tests.npu_path import Truth, truth_of
 from tests.tiny_models import FAMILIES
 
 from outrider.models.errors import BundleError
@@ -29,7 +29,6 @@ from outrider.models.runtimes.base import (
     TreeRuntime,
 )
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_loading import load_causal_lm
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4
@@ -37,9 +36,6 @@ OPTIONS = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
 RNG = np.random.default_rng(7)
 FIRST = RNG.integers(0, TINY_VOCAB, 100).tolist()
 SECOND = RNG.integers(0, TINY_VOCAB, 70).tolist()
-
-Truth = Callable[[list[int]], NDArray[np.float32]]
-
 
 # OpenVINO's other families are exported and checked in test_export_families.
 CASES = [("openvino", family) for family in FAMILIES]
@@ -68,7 +64,9 @@ def runtime(
 @pytest.fixture(scope="module")
 def truths(tiny_model: Callable[[str], Path]) -> Callable[[str], Truth]:
     """`truths("llama")` gives the source's logits of a sequence."""
-    logits = functools.cache(lambda family, tokens: reference_logits(tiny_model(family), tokens))
+    # Plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
+    of = functools.cache(lambda family: truth_of(tiny_model(family), "eager"))
+    logits = functools.cache(lambda family, tokens: of(family)(list(tokens)))
     return lambda family: lambda tokens: logits(family, tuple(tokens))
 
 
@@ -243,15 +241,3 @@ def test_sequence_extends_and_truncates(
     assert_close(sequence.extend_rows(FIRST[44:48]), truth(FIRST[:48])[-4:])
     for _ in range(2):
         sequence.close()
-
-
-def reference_logits(path: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits for every position of one sequence, in one FP32 pass without a cache: [len(tokens), vocab_size] float32.
-
-    With plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
-    Raises BundleError when transformers cannot load the directory.
-    """
-    model = load_causal_lm(path, torch.float32, "eager")
-    with torch.inference_mode():
-        logits: NDArray[np.float32] = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
-    return logits

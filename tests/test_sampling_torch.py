@@ -97,7 +97,7 @@ def test_small_rows_with_many_ties(
     prunes: bool, row: Logits, of: list[tuple[SamplingParams, ProcessorOptions | None]], position: int
 ) -> None:
     """A coarse grid makes ties common; pruned as if the rows were large, and not."""
-    limits = {"_SMALL": 0, "_PROBED": 2, "_MOST_GROUPS": 0.7} if prunes else {}
+    limits: dict[str, Any] = {"_SMALL": 0, "_PROBED": 2, "_MOST_GROUPS": 0.7} if prunes else {}
     with patch.multiple(pruning_torch, **limits) if limits else nullcontext():
         logits = np.stack([row] * len(of))
         near_ties(logits, *_chosen(logits, of, position))

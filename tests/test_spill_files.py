@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -151,7 +152,7 @@ def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixtur
 
 def test_an_owner_has_only_so_many_calls_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks and reads together, those included whose blocks wait for room; others' calls are taken, and come first."""
-    order: list[bytes] = []
+    calls = Mock()
     monkeypatch.setattr(spill_module, "_MAX_CALLS_EACH", 3)
     with store(place) as opened:
         put(opened, b"a", "one", "two", "three")
@@ -166,14 +167,14 @@ def test_an_owner_has_only_so_many_calls_wait(place: Path, monkeypatch: pytest.M
         kept.clear()  # nobody has the blocks any more
         disk = Hung(monkeypatch, "read_head")
         for owner in (b"a", b"a", b"a", b"b"):
-            assert opened.seek(owner, "two", lambda _, owner=owner: order.append(owner))
+            assert opened.seek(owner, "two", partial(calls, owner))
             assert disk.asked.wait(30.0)  # the first one's
         assert not opened.seek(b"a", "two", lambda _: None)
         monkeypatch.setattr(spill_module, "_STUCK_S", -1.0)
         assert not opened.seek(b"c", "two", lambda _: None), "a disk that hangs is asked no more"
         disk.answers.set()
         opened.flush()
-    assert order == [b"a", b"b", b"a", b"a"]
+    assert [call.args[0] for call in calls.call_args_list] == [b"a", b"b", b"a", b"a"]
 
 
 def test_a_write_does_not_read_the_whole_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,23 +43,25 @@ def laid_out(*batch: SequenceSlice, max_positions: int = CONTEXT) -> RaggedStep:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[SequenceSlice]:
-    """Lines with and without a mask, trees and single tokens."""
-    found = []
-    for _ in range(draw(st.integers(1, 4))):
+def steps(
+    draw: st.DrawFn, most: int = 4, block_size: int = BLOCK, num_blocks: int | None = None
+) -> list[SequenceSlice]:
+    """Lines with and without a mask, trees and single tokens. num_blocks: each is in blocks anywhere among so many."""
+    free, found = [*draw(st.permutations(range(num_blocks)))] if num_blocks else None, []
+    for _ in range(draw(st.integers(1, most))):
+        past, before = draw(st.integers(0, 24)), draw(st.integers(1, 6))
         parents = [draw(st.integers(-1, index - 1)) for index in range(draw(st.integers(0, 5)))]
-        is_line = parents == list(range(-1, len(parents) - 1))
-        has_mask = not is_line or draw(st.booleans())
-        found.append(in_tree(draw(st.integers(0, 20)), draw(st.integers(1, 6)), parents, has_mask))
+        has_mask = parents != list(range(-1, len(parents) - 1)) or draw(st.booleans())
+        count = -(-(past + before + len(parents)) // block_size)
+        found.append(in_tree(past, before, parents, has_mask, free and [free.pop() for _ in range(count)]))
     return found
 
 
 @given(steps())
 def test_a_trees_tokens_find_their_ancestors_behind_its_line(batch: list[SequenceSlice]) -> None:
-    step = laid_out(*batch)
+    step, first = laid_out(*batch), 0
     slots = np.arange(len(step.input_ids)) + 1000
     begins, tails = tails_of(step, slots)
-    first = 0
     for each, begin in zip(batch, begins, strict=True):
         count = len(each.tokens)
         mask = np.tri(count, dtype=np.uint8) if each.mask is None else each.mask
@@ -70,8 +72,8 @@ def test_a_trees_tokens_find_their_ancestors_behind_its_line(batch: list[Sequenc
             assert each.positions is not None
             attended = {each.positions[other]: slots[first + other] for other in range(count) if mask[token, other]}
             own = [slot for position, slot in sorted(attended.items()) if position >= begin]
-            assert [slot for slot in tails[first + token].tolist() if slot >= 0] == own
-            assert tails[first + token, : len(own)].tolist() == own
+            tail = tails[first + token].tolist()
+            assert tail[: len(own)] == own and all(slot < 0 for slot in tail[len(own) :])
         first += count
 
 
@@ -141,7 +143,7 @@ def test_graphs_that_are_given_up_leave_no_logits(monkeypatch: pytest.MonkeyPatc
     logits_of(found, in_tree(9, 1, []))
     monkeypatch.setattr(found, "_record", lambda run: run.nothing)
     logits_of(found, in_tree(9, 1, [-1, -1]))
-    assert not found.most_recorded and not found._recorded and found._shared is None
+    assert (found.most_recorded, found._recorded, found._shared) == (0, {}, None)
 
 
 # -- layers that read the same rows ------------------------------------------------------------------------------------

@@ -6,19 +6,18 @@ No vLLM runs.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
 from tests.engine_harness import Clock
-from tests.test_vllm_parts import book, verified
+from tests.test_vllm_parts import book, timed, verified
 
-from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import NO_WAIT, Policy
 from outrider.cloud.seam import DraftHints
 from outrider.cloud.vllm.book import Book, Served
@@ -71,24 +70,19 @@ def test_what_needs_no_directory_and_what_is_no_head(tmp_path: Path) -> None:
 
 
 def test_the_heads_fill_steps_for_which_the_device_sent_nothing() -> None:
-    """And only the step after them: an older draft of theirs does not count, nor one of a text that is over."""
+    """And only the step after them: an older draft of theirs does not count, nor one of a text that is over. A newer
+    draft replaces what is left of an older one, whose last tokens were guessed without the text since.
+    """
     on, _ = heads_book()
     served = on.open(Terms(1, GREEDY, 40), [9])
     assert step(on, served, [1], [2, 3, 4, 5]) == []
     assert step(on, served, [2, 3, 4, 5, 6], [7, 8, 1, 2])[:2] == [2, 3]
+    step(on, served, [7], [6, 7, 5, 1])
+    first, second, *others = verified(on, served)
+    assert (first, second) == (6, 7) and 8 not in others
     assert step(on, served, [9], ()) and verified(on, served) == []
     on.close(served)
     on.take_heads_draft(served, [1])
-
-
-def test_a_newer_draft_replaces_what_is_left_of_an_older_one() -> None:
-    """Its last tokens were guessed without the text since."""
-    on, _ = heads_book()
-    served = on.open(Terms(1, GREEDY, 40), [9])
-    step(on, served, [1], [2, 3, 4, 5])
-    step(on, served, [2, 3], [6, 7, 8, 1])
-    first, second, *others = verified(on, served)
-    assert (first, second) == (6, 7) and 4 not in others
 
 
 @pytest.mark.parametrize("device_is_right", [False, True])
@@ -117,9 +111,7 @@ def test_items_and_probes_have_no_heads() -> None:
 def test_a_wait_ends_with_a_draft_that_is_worth_a_step() -> None:
     """A sequence waits for its device; the heads' draft comes first, and has been right."""
     on, clock = heads_book(policy=Policy.AUTO)
-    for size, seconds in ((1, 0.050), (5, 0.051)):
-        on.stepped(StepSize(size, 3 * size), seconds, 0.0)
-    on.learn()
+    timed(on, (1, 0.050), (5, 0.051))
     served = on.open(Terms(1, GREEDY, 400, DraftHints(lag_ms=5.0)), [9])
     for at in range(0, 80, 4):  # the rates are learned, the device's included
         on.take_paths(1, at, [[at, at + 1, 77, 77]], clock.now)
@@ -185,13 +177,10 @@ class Steps:
     def __init__(self) -> None:
         self.places = StepShares(num_places=NUM_SLOTS, step_tokens=64)
         self.running: set[Served] = set()
-        self._book = Book(max_draft=4, policy=Policy.AUTO, looks_up=False, clock=time.monotonic)
-        self._number = 0
+        self._book, self._numbers = book(policy=Policy.AUTO)[0], count(1)
 
     def open(self, owner: bytes, priority: int = 0) -> Served:
-        self._number += 1
-        terms = Terms(number=self._number, params=SamplingParams(), max_tokens=8, owner=owner, priority=priority)
-        served = self._book.open(terms, [1, 2, 3])
+        served = self._book.open(Terms(next(self._numbers), GREEDY, 8, owner=owner, priority=priority), [1, 2, 3])
         self.places.open(served)
         return served
 
@@ -205,8 +194,7 @@ class Steps:
 
     def _make_room(self, served: Served, givers: Callable[[], list[Served]]) -> bool:
         if len(self.running) == NUM_SLOTS:
-            found = givers()
-            if not found:
+            if not (found := givers()):
                 return False
             self.running.remove(found[0])
             self.places.returned(found[0])

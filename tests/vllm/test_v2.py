@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from tests.requests import flat_request
 from tests.serving import fake_tokenizer
-from tests.vllm.choices import (
+from tests.vllm.gated import STEADY
+from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, running_engine
+from tests.vllm.test_choices import (
     ruled,
     test_a_text_goes_on_with_what_belongs_to_it,
     test_an_item_has_the_logprobs_of_all_its_passes,
@@ -17,8 +19,6 @@ from tests.vllm.choices import (
     test_rules_give_the_same_text_with_and_without_drafts,
     test_what_no_token_fits_ends_alone,
 )
-from tests.vllm.gated import STEADY
-from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, running_engine
 from tests.vllm.test_equality import (
     ROOT_DIR,
     nothing,
