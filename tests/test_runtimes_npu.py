@@ -6,7 +6,7 @@ Then its graphs: lengths and weights, what is kept on disk, options, errors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,15 @@ WALKS: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS.keys())
-def test_rows_are_those_of_the_tokens_that_stay(runtime: OpenVinoNpuRuntime, truth: Truth, steps: list[Step]) -> None:
+def test_rows_are_those_of_the_tokens_that_stay(
+    runtime: OpenVinoNpuRuntime, truth: Truth, steps: Sequence[Step]
+) -> None:
     """Whatever was there before leaves no trace."""
+    check_rows(runtime, truth, steps)
+
+
+def check_rows(runtime: OpenVinoNpuRuntime, truth: Truth, steps: Sequence[Step]) -> None:
+    """Takes these steps, from an empty text on."""
     kept: list[int] = []
     for length, new, all_rows in steps:
         if length < len(kept):
@@ -181,13 +188,8 @@ def test_families_with_masks_of_another_kind(
     other: str, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
 ) -> None:
     """Of true and false, and added before a softmax of its own; rows that nothing uses must not become NaN."""
-    truth = truth_of(tiny_model(other), "eager")
-    runtime = OpenVinoNpuRuntime(tiny_ir(other), OPTIONS)
-    assert_close(runtime.extend_rows(FIRST[:40]), truth(FIRST[:40]))
-    assert_close(runtime.extend(FIRST[40:41]), truth(FIRST[:41])[-1])
-    assert_close(runtime.extend_rows(FIRST[41:47]), truth(FIRST[:47])[-6:])
-    runtime.truncate(43)
-    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:43] + SECOND[:5])[-5:])
+    steps = [(0, FIRST[:40], True), (40, FIRST[40:41], False), (41, FIRST[41:47], True), (43, SECOND[:5], True)]
+    check_rows(OpenVinoNpuRuntime(tiny_ir(other), OPTIONS), truth_of(tiny_model(other), "eager"), steps)
 
 
 def test_quantized_weights_that_cannot_be_folded(tiny_ir: Callable[..., Path]) -> None:
@@ -254,16 +256,13 @@ def test_odd_lengths(
     """Any lengths hold as they were asked for, the least of all binds. A pass as long as a prompt's is the only graph;
     one of single tokens takes no branches, and several tokens run one by one.
     """
-    truth = truth_of(tiny_model(family))
     options = replace(OPTIONS, static_shapes=replace_shapes(**shapes), max_positions=max_positions)
     runtime = OpenVinoNpuRuntime(tiny_ir(family), options)
     assert (runtime.limits.max_positions, runtime.max_branches, runtime._prompt is not None) == expected
     size = expected[0]  # every position is used
     first, kept = FIRST[: size * 3 // 5], size * 2 // 5
-    assert_close(runtime.extend_rows(first), truth(first))
-    runtime.truncate(kept)
-    assert_close(runtime.extend_rows(SECOND[:5]), truth(first[:kept] + SECOND[:5])[-5:])
-    assert_close(runtime.extend(SECOND[5 : size - kept]), truth(first[:kept] + SECOND[: size - kept])[-1])
+    steps = [(0, first, True), (kept, SECOND[:5], True), (kept + 5, SECOND[5 : size - kept], False)]
+    check_rows(runtime, truth_of(tiny_model(family)), steps)
     with pytest.raises(ConfigError, match=f"{size + 1} tokens do not fit the {size} positions"):
         runtime.extend([1])
     assert runtime.length == size
@@ -318,19 +317,19 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
             OpenVinoNpuRuntime(ir, replace(OPTIONS, **wrong))
     with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
         OpenVinoNpuRuntime(tmp_path, OPTIONS)
-    bloom = ov.Core().read_model(ir / "openvino_model.xml")
+    bloom, x = ov.Core().read_model(ir / "openvino_model.xml"), ops.parameter([-1, 4], np.float32, name="x")
     positions = bloom.input("position_ids")
     counted = ops.add(ops.constant(np.zeros((1, 1), np.int64)), bloom.input("input_ids"))
     for reader in positions.get_target_inputs():
         reader.replace_source_output(counted.output(0))
     bloom.remove_parameter(positions.get_node())
-    ov.save_model(bloom, tmp_path / "bloom.xml")
-    with pytest.raises(BundleError, match=r"has no input position_ids.* such as Bloom"):
-        OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
-    x = ops.parameter([-1, 4], np.float32, name="x")
-    ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
-    with pytest.raises(BundleError, match="has no KV cache"):
-        OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
+    for model, message in (
+        (bloom, r"has no input position_ids.* such as Bloom"),
+        (ov.Model([ops.relu(x)], [x]), "has no KV cache"),
+    ):
+        ov.save_model(model, tmp_path / "openvino_model.xml")
+        with pytest.raises(BundleError, match=message):
+            OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
 
 
 def test_a_pass_that_went_wrong_leaves_nothing_behind(

@@ -80,6 +80,7 @@ def test_the_heads_fill_steps_for_which_the_device_sent_nothing() -> None:
     step(on, served, [7], [6, 7, 5, 1])
     first, second, *others = verified(on, served)
     assert (first, second) == (6, 7) and 8 not in others
+    assert served.drafts.trie.num_nodes == served.drafts.trie.num_looked_up == 4
     assert step(on, served, [9], ()) and verified(on, served) == []
     on.close(served)
     on.take_heads_draft(served, [1])
