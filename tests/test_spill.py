@@ -7,6 +7,7 @@ import struct
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.engine_harness import SAMPLED, Collector, plain
@@ -207,10 +208,7 @@ def test_no_damaged_file_is_used(place: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_a_runtime_that_fails_to_copy_fails_no_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither when a prefix is written, nor when it returns."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("the copy failed")
-
+    fail = Mock(side_effect=RuntimeError("the copy failed"))
     with engine(place, always=True) as first:
         name, tokens = first.keep()
         monkeypatch.setattr(first.runtime, "read_blocks", fail)

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -287,18 +287,13 @@ def test_torchs_own_calls_go_row_by_row() -> None:
 # -- a model -----------------------------------------------------------------------------------------------------------
 
 
-def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
     """As CUDA graphs do it, but for the launches: runs again on the tensors that were there, into the same result."""
     out = run()
-
-    def replay() -> None:
-        out.copy_(run())
-
-    return replay, out
+    return lambda: out.copy_(run()), out
 
 
-def not_recorded(run: Callable[[], torch.Tensor]) -> Any:
-    raise RuntimeError("it reads a tensor on the host")
+not_recorded = Mock(side_effect=RuntimeError("it reads a tensor on the host"))
 
 
 @pytest.mark.parametrize(("family", "has_graphs"), [("gemma2", True), ("mixtral", False)])

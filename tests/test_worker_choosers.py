@@ -252,7 +252,9 @@ def test_a_row_that_is_not_finite_is_no_refusal(is_v2: bool, grammars: WorkerGra
 
 
 def test_a_text_that_no_token_fits_is_refused(grammars: WorkerGrammars, tokenizer: Tokenizer) -> None:
-    """A grammar and rules that leave nothing together; a text beside it goes on."""
+    """A grammar and rules that leave nothing together; a text beside it goes on. So is a resumed text outside its
+    grammar.
+    """
     choosers, size = RequestChoosers(grammars), tokenizer.size
     other = tokenizer.encode("?", add_special_tokens=False)[0]
     bad = request_of("bad", grammars, tokenizer, SamplingParams(), ProcessorOptions(allowed_ids=(other,)), 3)
@@ -262,12 +264,8 @@ def test_a_text_that_no_token_fits_is_refused(grammars: WorkerGrammars, tokenize
     code, message, mark = found.refusals.pop("bad")
     assert (code, mark) == ("grammar_excluded", "") and f"token {other} after 0 tokens" in message
     assert tokens[1] == truth and not found.refusals
-
-
-def test_a_resumed_text_outside_its_grammar_is_refused(grammars: WorkerGrammars, tokenizer: Tokenizer) -> None:
-    choosers = RequestChoosers(grammars)
-    terms = Terms(1, SamplingParams(), 9, grammar=2, num_generated=1)
-    choosers.prepare([Asked("f", terms, 2, (), [5, 6], ())], tokenizer.size, CPU)
+    resumed = Terms(1, SamplingParams(), 9, grammar=2, num_generated=1)
+    choosers.prepare([Asked("f", resumed, 2, (), [5, 6], ())], size, CPU)
     assert choosers.settle({}).refusals["f"][0] == "grammar_excluded"
 
 
@@ -288,32 +286,32 @@ def test_a_limit_counts_only_where_the_text_gets_there(tokenizer: Tokenizer, mon
         assert choosers.settle({"f": [x] * (num_fine + 1)}).refusals["f"][0] == "grammar_too_complex"
 
 
+@pytest.mark.parametrize(("length", "num_tokens", "refused"), [(0, 1, ["bad"]), (1, 1, []), (1, 2, ["bad"])])
 def test_a_bug_ends_one_text(
-    grammars: WorkerGrammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    length: int,
+    num_tokens: int,
+    refused: list[str],
+    grammars: WorkerGrammars,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also a library's, which is raised past Exception; at the first row at once, at a guess where it is reached."""
-
-    class PanicException(BaseException):
-        pass
-
-    mask, length = GrammarState.mask, 0
+    panic, mask = type("PanicException", (BaseException,), {}), GrammarState.mask
 
     def failing(self: GrammarState, size: int) -> Any:
         if self.length == length:
-            raise PanicException("a bug")
+            raise panic("a bug")
         return mask(self, size)
 
     monkeypatch.setattr(GrammarState, "mask", failing)
-    size, a = tokenizer.size, tokenizer.encode("a", add_special_tokens=False)[0]
+    choosers, a = RequestChoosers(grammars), tokenizer.encode("a", add_special_tokens=False)[0]
     bad = request_of("bad", grammars, tokenizer, SamplingParams(), grammar=2)
     fine, bad.drafted = request_of("fine", grammars, tokenizer, SamplingParams()), [a]
-    cases: list[tuple[int, list[int], list[str]]] = [(0, [a], ["bad"]), (1, [a], []), (1, [a, a], ["bad"])]
-    for length, tokens, refused in cases:  # noqa: B007 - `failing` reads it
-        choosers = RequestChoosers(grammars)
-        choosers.prepare([bad.asked(), fine.asked()], size, CPU)
-        refusals = choosers.settle({"bad": tokens, "fine": [1]}).refusals
-        assert list(refusals) == refused and {code for code, *_ in refusals.values()} <= {"internal_error"}
-        assert refused == [] or "a bug" in caplog.text
+    choosers.prepare([bad.asked(), fine.asked()], tokenizer.size, CPU)
+    refusals = choosers.settle({"bad": [a] * num_tokens, "fine": [1]}).refusals
+    assert list(refusals) == refused and {code for code, *_ in refusals.values()} <= {"internal_error"}
+    assert refused == [] or "a bug" in caplog.text
 
 
 def test_an_output_carries_what_was_found(grammars: WorkerGrammars, tokenizer: Tokenizer) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tests.requests import flat_request
 from tests.vllm.serving import Reference
 from tests.vllm.test_equality import (
@@ -87,12 +85,10 @@ class Ruled:
         self.vocab_size = int(self.reference.model.config.vocab_size)
 
     def __call__(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan) -> list[int]:
-        chooser = TokenChooser(params, plan.states(prompt, self.vocab_size), None, plan.narrowing)
-
-        def choose(row: NDArray[np.float32], position: int) -> list[int]:
-            return chooser.choose([row], [], [], position, stop_ids=plan.stop_ids).tokens
-
-        return self.reference.written(prompt, NUM_TOKENS, choose, plan.stop_ids)
+        chooser, stops = TokenChooser(params, plan.states(prompt, self.vocab_size), None, plan.narrowing), plan.stop_ids
+        return self.reference.written(
+            prompt, NUM_TOKENS, lambda row, at: chooser.choose([row], [], [], at, stop_ids=stops).tokens, stops
+        )
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
 import zmq
 from tests.engine_harness import Collector
 from tests.requests import flat_request
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 from vllm.v1.engine import core
 
 from outrider.cloud.seam import SequenceUsage
@@ -41,32 +41,13 @@ from outrider.models.runtimes.base import ModelLimits
 REQUEST = flat_request((1, 2, 3), SamplingParams(), 8)
 
 
-class Llm:
-    """Stands for AsyncLLM: answers when the test lets it."""
-
-    def __init__(self) -> None:
-        self.errored = False
-        self.aborted: list[str] = []
-        self.added = threading.Event()
-        self.answers: asyncio.Queue[None] = asyncio.Queue()
-
-    async def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> Any:
-        self.added.set()
-        return SimpleNamespace(get=self.answers.get)
-
-    async def abort(self, name: str) -> None:
-        self.aborted.append(name)
-
-    def shutdown(self, timeout: float) -> None:
-        """Nothing runs."""
-
-
 class NoProcesses(VllmProcesses):
-    """The test in the place of vLLM's processes."""
+    """The test in the place of vLLM's processes: its AsyncLLM answers when the test lets it."""
 
     async def _open(self, config: VllmConfig) -> ModelLimits:
         self._listen()
-        self.llm: Any = Llm()
+        self.llm: Any = AsyncMock(errored=False, shutdown=Mock(), answers=asyncio.Queue())
+        self.llm.add_request.return_value.get = self.llm.answers.get
         return ModelLimits(100, 1000)
 
 
@@ -119,7 +100,7 @@ def test_a_hang_ends_what_is_open(engine: Bare) -> None:
     engine.on_death(lambda why: died.set())
     engine._watch._silent = -1_000_000  # the flood first
     number = engine.submit(REQUEST, found)
-    assert engine._processes.llm.added.wait(TIMEOUT_S)
+    wait_until(lambda: engine._processes.llm.add_request.called)
     for _ in range(3 * wire.MAX_ORDERS):
         with suppress(RequestError):  # the later ones: the engine has too many to read
             engine.draft(number, 0, [[5] * 8])
@@ -156,7 +137,7 @@ def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
 
     found = Collector()
     first, second = engine.submit(REQUEST, bad), engine.submit(REQUEST, found)
-    assert engine._processes.llm.added.wait(TIMEOUT_S)
+    wait_until(lambda: engine._processes.llm.add_request.called)
     engine.report(commit_of(first, 7), commit_of(second, 8), ends=(end_of(second),))
     assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences.by_number
 
@@ -179,14 +160,14 @@ def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFix
 def test_a_step_asks_the_workers_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposer has none, and each question is a message to the worker and back."""
     monkeypatch.setattr(core.EngineCore, "post_step", core.EngineCore.post_step)  # put back at the end
-    asked: list[str] = []
-    workers = SimpleNamespace(take_draft_token_ids=lambda: asked.append("drafts"))
+    asked = Mock(return_value=None)
+    workers = SimpleNamespace(take_draft_token_ids=asked)
     process = SimpleNamespace(check_for_draft_tokens=True, async_scheduling=False, model_executor=workers)
     core.EngineCore.post_step(process, True)
-    assert asked == ["drafts"]  # vLLM's own way: what is replaced is still there
+    assert asked.call_count == 1  # vLLM's own way: what is replaced is still there
     engine_process.ask_for_no_drafts()
     core.EngineCore.post_step(process, True)
-    assert asked == ["drafts"]
+    assert asked.call_count == 1
 
 
 def test_padding_of_the_v2_runner_is_a_token() -> None:
@@ -211,24 +192,13 @@ def test_padding_of_the_v2_runner_is_a_token() -> None:
 # -- what it takes from its socket at once -----------------------------------------------------------------------------
 
 
-class Arrived:
-    """A socket whose messages are all here."""
-
-    def __init__(self, message: bytes, count: int) -> None:
-        self.messages = deque([message] * count)
-
-    def recv(self, flags: int) -> bytes:
-        if not self.messages:
-            raise zmq.Again
-        return self.messages.popleft()
-
-
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 10), (1000, 1)])
 def test_as_many_bytes_are_received_as_are_asked_for(num_tokens: int, most: int) -> None:
     """Or one message; so a flood of long ones takes no longer before a step than short ones do."""
     message = wire.encode(wire.PathsOrder(1, 0, [[1 << 20] * num_tokens], 0.0))
     link, inbox = object.__new__(ServerLink), DraftInbox(lambda message: None)
-    link._orders = socket = cast("Any", Arrived(message, 15))
-    assert link.receive(inbox, 10 * SHORT_BYTES, 0.0) and len(socket.messages) == 15 - most
-    assert link.receive(inbox, 1, 0.0) and len(socket.messages) == 14 - most
-    assert not link.receive(inbox, 1 << 20, 0.0) and len(inbox) == 1 and not socket.messages
+    link._orders = socket = Mock()
+    socket.recv.side_effect = [*[message] * 15, zmq.Again]  # all are here
+    assert link.receive(inbox, 10 * SHORT_BYTES, 0.0) and socket.recv.call_count == most
+    assert link.receive(inbox, 1, 0.0) and socket.recv.call_count == most + 1
+    assert not link.receive(inbox, 1 << 20, 0.0) and len(inbox) == 1 and socket.recv.call_count == 16
