@@ -56,20 +56,14 @@ class Bare(VllmEngine):
 
     _processes: NoProcesses
 
-    def report(self, *commits: wire.Commit, ends: tuple[wire.End, ...] = ()) -> None:
-        """As the engine process does."""
+    def report(self, tokens: dict[int, int], ended: int) -> None:
+        """As the engine process does: a token of each of these sequences, one of which has ended."""
+        commits = [wire.Commit(number, 0, [token], 0, 0) for number, token in tokens.items()]
+        end = wire.End(ended, "full", SequenceUsage(prompt_tokens=3, target_passes=1))
         with wire.open_socket(self._processes._context, zmq.PUSH) as socket:
             socket.set(zmq.LINGER, -1)
             socket.connect(wire.reports_address(self._processes.place))
-            socket.send(wire.encode(wire.Report(list(commits), list(ends), wire.Gauges(block_size=16))))
-
-
-def end_of(number: int) -> wire.End:
-    return wire.End(number, "full", SequenceUsage(prompt_tokens=3, target_passes=1))
-
-
-def commit_of(number: int, token: int) -> wire.Commit:
-    return wire.Commit(number, 0, [token], 0, 0)
+            socket.send(wire.encode(wire.Report(commits, [end], wire.Gauges(block_size=16))))
 
 
 @pytest.fixture
@@ -125,7 +119,7 @@ def test_a_request_that_vllm_drops_ends(engine: Bare) -> None:
     engine._processes.llm.answers.put_nowait(None)
     assert (found.wait().reason, found.code) == ("error", "internal_error")
     number = engine.submit(REQUEST, fine)
-    engine.report(commit_of(number, 7), ends=(end_of(number),))
+    engine.report({number: 7}, ended=number)
     assert (fine.wait().error, fine.tokens) == (None, [7])
 
 
@@ -138,7 +132,7 @@ def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
     found = Collector()
     first, second = engine.submit(REQUEST, bad), engine.submit(REQUEST, found)
     wait_until(lambda: engine._processes.llm.add_request.called)
-    engine.report(commit_of(first, 7), commit_of(second, 8), ends=(end_of(second),))
+    engine.report({first: 7, second: 8}, ended=second)
     assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences.by_number
 
 
