@@ -113,11 +113,31 @@ def test_arguments_are_streamed() -> None:
     assert reader.push("ng", is_last=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "ng"}}]}
 
 
-def test_one_call_and_a_forced_one() -> None:
-    """`parallel_tool_calls: false` keeps the first; a named `tool_choice` ends with "stop", as OpenAI's."""
-    reader = ChatReader(ChatStyle(tools="hermes", is_one_call=True, is_forced=True))
-    _, _, found = read(reader, [f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>"])
-    assert [call["name"] for call in found] == ["weather"] and reader.reason("stop") == "stop"
+THOUGHT = f"I may <tool_call>{TWO}</tool_call>"
+AFTER_THOUGHT = f"<think>{THOUGHT}</think>\n<tool_call>{ONE}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "thought", "reason"),
+    [
+        # `parallel_tool_calls: false` keeps the first; a named `tool_choice` ends with "stop", as OpenAI's.
+        (
+            {"is_one_call": True, "is_forced": True},
+            f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>",
+            "",
+            "stop",
+        ),
+        # A call in the reasoning is none.
+        ({"has_reasoning": True}, AFTER_THOUGHT, THOUGHT, "tool_calls"),
+        ({"has_reasoning": True, "shows_reasoning": False}, AFTER_THOUGHT, "", "tool_calls"),
+    ],
+    ids=["one that is forced", "after reasoning", "after hidden reasoning"],
+)
+def test_one_call_is_found(style: dict[str, bool], text: str, thought: str, reason: str) -> None:
+    """And nothing is said."""
+    reader = ChatReader(ChatStyle(tools="hermes", **style))
+    content, reasoning, (call,) = read(reader, list(text))
+    assert (content, reasoning, call["name"], reader.reason("stop")) == ("", thought, "weather", reason)
 
 
 REASONING = [
@@ -136,15 +156,6 @@ def test_reasoning_is_split_from_content(case: tuple[bool, str, str, str], at: l
     is_inside, text, thought, said = case
     reader = ChatReader(ChatStyle(has_reasoning=True), is_inside=is_inside)
     assert read(reader, cut(text, at))[:2] == (said, thought)
-
-
-def test_calls_after_reasoning() -> None:
-    """A call in the reasoning is none."""
-    text = f"<think>I may <tool_call>{TWO}</tool_call></think>\n<tool_call>{ONE}</tool_call>"
-    content, thought, calls = read(ChatReader(ChatStyle(tools="hermes", has_reasoning=True)), list(text))
-    assert content == "" and thought.startswith("I may <tool_call>") and [call["name"] for call in calls] == ["weather"]
-    hidden = ChatReader(ChatStyle(tools="hermes", has_reasoning=True, shows_reasoning=False))
-    assert read(hidden, list(text))[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -275,10 +286,9 @@ def test_json_beside_calls() -> None:
         ({"response_format": {"type": "json_object"}}, '{"a":[1]}'),
         ({"guided_choice": ["yes", "no"]}, "no"),
     ):
-        spec = spec_of(tools=tools, **fields)
-        assert is_allowed(spec.text, good) and is_allowed(spec.text, text), fields
-        assert not is_allowed(spec.text, "Sure.") and not is_allowed(spec.text, good.replace("city", "town"))
-        forced = spec_of(tools=tools, tool_choice="required", **fields)
+        spec, forced = spec_of(tools=tools, **fields), spec_of(tools=tools, tool_choice="required", **fields)
+        found = [is_allowed(spec.text, each) for each in (good, text, "Sure.", good.replace("city", "town"))]
+        assert found == [True, True, False, False], fields
         assert is_allowed(forced.text, good) and not is_allowed(forced.text, text)
     assert spec_of(tools=tools) is None and spec_of(tools=tools, tool_choice="none") is None
     assert spec_of(ChatStyle(), guided_regex="a") == GrammarSpec("regex", "a")
