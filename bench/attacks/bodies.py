@@ -115,6 +115,7 @@ def hostile_grammars() -> dict[str, tuple[str, bytes]]:
             "allOf": [{"properties": {f"p{i}_{j}": {"type": "string"} for i in range(500)}} for j in range(4)]
         },
         "a multiple of a large number": {"type": "integer", "multipleOf": 999983},
+        "16,000 objects": {"enum": [{}] * 16_000},
         "many multiples": {"prefixItems": [{"type": "integer", "multipleOf": 97 + i} for i in range(90)]},
         "patterns that double": {
             "properties": {

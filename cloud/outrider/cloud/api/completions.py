@@ -22,7 +22,15 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.answers import CallTexts, Choice, answer, choice_params, model_not_found
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.call_plan import chat_style, echoes, engine_logprobs, grammar_of_call, look_of, text_style
+from outrider.models.http.call_plan import (
+    asks_for_grammar,
+    chat_style,
+    echoes,
+    engine_logprobs,
+    grammar_of_call,
+    look_of,
+    text_style,
+)
 from outrider.models.http.encoding import (
     check_call,
     check_prediction,
@@ -111,7 +119,11 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
     try:
         prompts = await core.workers.run(owner, encode_call, tokenizer, core.max_prompt, body)
         asker = model.asker(owner)
-        grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner, asker.salt)
+        spec = None
+        if asks_for_grammar(body):
+            call = (body, style, tokenizer, prompts)
+            spec = await core.grammars.spec(core.workers, owner, asker.salt, grammar_of_call, *call)
+        grammar = await core.grammars.compiled(spec, owner, asker.salt)
         stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
         processors = await processors_of(core.workers, owner, tokenizer, body)
         prediction = await core.workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
