@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Delta
 from outrider.models.http.sse import Inbox
+from outrider.models.text import predicted as predicted_texts
 from outrider.models.text.predicted import PredictionFollower
 
 __all__ = ["client"]  # a fixture
@@ -123,8 +125,11 @@ async def test_an_agent_learns_where_a_stop_string_ends_its_text(cloud: FakeServ
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
-    """The text is the same, in fewer passes; usage counts the prediction's tokens by whether the text has them."""
+def test_a_predicted_output_is_drafted_from(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same, in fewer passes; usage counts the prediction's tokens by whether the text has them.
+
+    The texts of a call share one index, which is not made on the event loop.
+    """
     written = "def check(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts))"
     predicted = written.replace("all(", "any(")
     runtime = ScriptedRuntime(written, PROMPT)
@@ -149,6 +154,16 @@ def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
             assert again["usage"]["completion_tokens_details"] == details
             predicting = asked | {"prediction": {"type": "content", "content": predicted}}
             check_acceptance(client, predicting, found["metrics"]["speculative_decoding"], len(tokens))
+            makers = list[str]()
+
+            def made(pairs: Iterator[int]) -> list[int]:
+                makers.append(threading.current_thread().name)
+                return sorted(pairs)
+
+            monkeypatch.setattr(predicted_texts, "sorted", made, raising=False)
+            several = complete(client, n=3, **predicting)["usage"]["completion_tokens_details"]
+            assert several["accepted_prediction_tokens"] == 3 * details["accepted_prediction_tokens"]
+            assert len(makers) == 1 and makers[0].startswith("outrider-texts")
 
 
 def check_acceptance(client: httpx.Client, asked: dict[str, Any], found: dict[str, Any], num_predicted: int) -> None:
@@ -179,6 +194,11 @@ def test_a_prediction_is_found_again_after_a_difference() -> None:
     assert (follower.num_accepted, follower.num_rejected, follower.rest) == (5, 3, (7, 8))
     follower.push([7, 8, 1, 2, 3, 4])
     assert (follower.num_accepted, follower.num_rejected) == (8, 0)
+    repeating = PredictionFollower([1, 2, 0, 1, 2, 5, 6, 1, 2, 7])
+    repeating.push([1, 2, 0, 9, 1, 2])
+    assert (repeating.num_accepted, len(repeating.rest)) == (3, 8)  # the nearest place
+    repeating.push([5, 9, 6, 1])
+    assert (repeating.num_accepted, repeating.rest) == (7, (2, 7))
     empty = PredictionFollower([])
     empty.push([1])
     assert (empty.num_accepted, empty.num_rejected, empty.rest) == (0, 0, ())
