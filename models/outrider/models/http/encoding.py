@@ -89,7 +89,10 @@ class Workers:
 
         # A thread cannot be cancelled: a cancelled caller's turn lasts until its thread is done.
         work.add_done_callback(finish)
-        return await asyncio.shield(work)
+        try:
+            return await asyncio.shield(work)
+        finally:
+            del work  # with its error it would be a cycle, which holds what the function was given
 
     def close(self) -> None:
         """Ends the threads, once what they run is done. `run` may not be called any more."""
