@@ -307,7 +307,8 @@ def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPat
                 for path, body in (
                     (COMPLETIONS, {"prompt": "a"}),
                     (CHAT, {"messages": [{"role": "user"}]}),
-                    (SESSIONS, {}),  # nor parsed
+                    (RENDER, {}),  # nor parsed
+                    (SESSIONS, {}),
                 ):
                     assert client.post(path, json=body).json()["error"]["code"] == "too_many_sessions"
             server.gate.open()

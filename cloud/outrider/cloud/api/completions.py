@@ -65,12 +65,14 @@ def completion_routes(core: Core) -> APIRouter:
     async def render(request: Request) -> Response:
         """The token ids of a conversation, through the model's chat template: a session's prompt."""
         owner = owner_of(request)
+        core.slots.require(owner)  # as for completions
         body = await core.bodies.parse(owner, openai.RenderRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         model = core.model.named(body.model)
         if not core.model.tokenizer.has_chat_template:
             raise no_chat_template(core.model.name)
-        tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
+        with core.slots.hold(owner):  # bounds how many wait for the thread
+            tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
         rendered = RenderAnswer(tokens=tokens, model=model.name, target=model.target)
         content = rendered.model_dump_json().encode()
         if PADDED_HEADER in request.headers:
