@@ -72,6 +72,7 @@ class ArrivingText:
     def past(self, chars: str) -> Steps[str]:
         """Drops `chars` where the text goes on. Returns what follows; nothing at the text's end."""
         while not (rest := self.held.lstrip(chars)) and not self.is_last:
+            self.held = ""
             yield
         self.held = rest
         return rest
@@ -228,7 +229,8 @@ def _read_hermes(text: ArrivingText) -> Steps[None]:
         if (yield from text.call(before)):
             rest = yield from text.coming(end)
             if rest.startswith(end):
-                text.held = rest[len(end) :].lstrip(SPACE)
+                text.held = rest[len(end) :]
+                yield from text.past(SPACE)
             elif end.startswith(rest):  # the text's end cuts it
                 text.held = ""
 
@@ -245,12 +247,13 @@ def _read_mistral(text: ArrivingText) -> Steps[None]:
         before += begin
         if begin != "[":
             if (yield from text.call(before, begin.split("[", 1)[0].strip() or None)):
-                text.held = text.held.lstrip(SPACE)
+                yield from text.past(SPACE)
             continue
         while (yield from text.call(before)):
             before = ""
             if (yield from text.past(SPACE + ","))[:1] in ("]", ""):
-                text.held = text.held[1:].lstrip(SPACE)
+                text.held = text.held[1:]
+                yield from text.past(SPACE)
                 break
 
 
