@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -19,11 +20,11 @@ from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.seam import EngineStats, Totals
 from outrider.models.errors import RequestError
-from outrider.models.http import answers, security, shapes
+from outrider.models.http import answers, openai, security, shapes
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
 from outrider.models.http.security import Gate, GatePaths, GateSettings, KeyRing
-from outrider.models.http.shapes import PackedLogprobs
+from outrider.models.http.shapes import Delta, PackedLogprobs
 from outrider.models.process.tally import RequestTally
 
 KEY = "a-key-of-this-test"
@@ -192,6 +193,29 @@ def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
     choices = whole.json()["choices"]
     assert [choice["logprobs"] for choice in choices] == [streamed[index] for index in range(8)]
     assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in choices)
+
+
+async def test_a_stream_of_many_texts_is_written_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a wake-up brings goes out in pieces where it takes long to write; others have their turn between them."""
+
+    class Texts:
+        async def deltas(self) -> AsyncIterator[list[Delta]]:
+            yield [Delta(index, "zip") for index in range(3)]
+
+    seen = list[str]()
+
+    async def other() -> None:
+        while True:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(answers, "_TURN_S", -1.0)
+    beside = asyncio.create_task(other())
+    body = openai.CompletionRequest.model_validate({"prompt": "a", "stream": True})
+    async for piece in answers._stream(cast(Any, Texts()), shapes.CompletionShape("fake", 1, None), body):
+        seen.append("done" if piece == answers.DONE else "text")
+    beside.cancel()
+    assert seen == ["text", "other", "text", "other", "text", "done"]
 
 
 def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.MonkeyPatch) -> None:

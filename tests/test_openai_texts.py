@@ -23,8 +23,9 @@ from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
-from outrider.models.http import openai_answers
+from outrider.models.http import openai_answers, shapes
 from outrider.models.http.answer_text import TextStyle
+from outrider.models.http.chat_reader import ChatReader
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Delta
 from outrider.models.http.sse import Inbox
@@ -238,10 +239,22 @@ def caller(callers: tuple[str, str], request: pytest.FixtureRequest) -> Iterator
         yield opened
 
 
-def test_a_call_of_a_tool(caller: httpx.Client) -> None:
-    """In message and deltas, with the reasoning beside it; without tools the text is content."""
+def test_a_call_of_a_tool(caller: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In message and deltas, with the reasoning beside it; without tools the text is content. A whole text is read as
+    it comes, too.
+    """
     asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "ignore_eos": False}
-    whole = complete(caller, CHAT, tools=TOOLS, **asked)
+    pushed = list[str]()
+
+    class Reader(ChatReader):
+        def push(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
+            pushed.append(text)
+            return super().push(text, is_last=is_last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shapes, "ChatReader", Reader)
+        whole = complete(caller, CHAT, tools=TOOLS, **asked)
+    assert "".join(pushed) == WRITTEN and max(map(len, pushed)) < len(WRITTEN)
     openai_answers.ChatCompletion.model_validate(whole, strict=True)
     (choice,) = whole["choices"]
     message = choice["message"]
