@@ -64,6 +64,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ),
     ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
     ("mistral", "[TOOL_CALLS][5]", "[TOOL_CALLS][5]", []),
+    ("mistral", "[TOOL_CALLS] [5]", "[TOOL_CALLS] [5]", []),
     ("llama", LLAMA, "", [("weather", PARIS)]),
     ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("weather", PARIS)] * 2),
     ("llama", '{"answer": 42} is JSON', '{"answer": 42} is JSON', []),
