@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from tests.hostile_bodies import (
     VERIFY,
     HostileBody,
 )
+from tests.local_endpoint import serve_local
 from tests.serving import (
     JSON,
     FakeServer,
@@ -42,6 +44,8 @@ from outrider.cloud.api.draft_posts import MAX_DRAFT_BYTES
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import Strikes
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import openai
 from outrider.models.http.bodies import (
     MAX_JSON_COMMAS,
@@ -271,7 +275,8 @@ def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPat
                 for path, body in (
                     (COMPLETIONS, {"prompt": "a"}),
                     (CHAT, {"messages": [{"role": "user"}]}),
-                    (SESSIONS, {}),  # nor parsed
+                    (RENDER, {}),  # nor parsed
+                    (SESSIONS, {}),
                 ):
                     assert client.post(path, json=body).json()["error"]["code"] == "too_many_sessions"
             server.gate.open()
@@ -280,3 +285,29 @@ def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPat
         long = {"messages": [{"role": "user", "content": "a" * 100_000}]}
         assert client.post(CHAT, json=long).status_code == 400
         server.wait_until(server.is_empty)
+
+
+def test_a_grammar_is_read_in_a_thread_and_only_where_it_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of 60 kB takes some 50 ms: none of the event loop, and none for a client whose grammars are refused."""
+    noted = list[str]()
+
+    def spy(self: GrammarSpec) -> None:
+        noted.append(threading.current_thread().name)
+        raise RequestError("invalid_grammar", "read")
+
+    monkeypatch.setattr(GrammarSpec, "__post_init__", spy)
+    grammar = {"kind": "regex", "text": "a"}
+    with serve_fake() as cloud, serve_local(cloud.url) as local:
+        calls: tuple[tuple[str, Any], ...] = (
+            (cloud.url + COMPLETIONS, {"prompt": "a", "guided_regex": "a"}),
+            (cloud.url + SESSIONS, {"prompt": [1], "max_tokens": 1, "grammar": grammar}),
+            (cloud.url + VERIFY, {"items": [{"prefix": [1], "grammar": grammar}]}),
+            (local.url + COMPLETIONS, {"prompt": "a", "guided_regex": "a"}),
+        )
+        assert [httpx.post(url, json=body).json()["error"]["code"] for url, body in calls] == ["invalid_grammar"] * 4
+        assert len(noted) == 4 and all(name.startswith("outrider-texts") for name in noted)
+        monkeypatch.setattr(Strikes, "seconds_left", lambda *_: 5.0)
+        assert [httpx.post(url, json=body).json()["error"]["code"] for url, body in calls] == ["too_many_grammars"] * 4
+        free = {"prompt": "a", "max_tokens": 1, "response_format": {"type": "text"}}
+        assert httpx.post(cloud.url + COMPLETIONS, json=free).status_code == 200 and len(noted) == 4
+        cloud.wait_until(cloud.is_empty)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,11 +23,13 @@ from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
-from outrider.models.http import openai_answers
+from outrider.models.http import openai_answers, shapes
 from outrider.models.http.answer_text import TextStyle
+from outrider.models.http.chat_reader import ChatReader
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Delta
 from outrider.models.http.sse import Inbox
+from outrider.models.text import predicted as predicted_texts
 from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import TextCut
 
@@ -124,8 +127,11 @@ async def test_an_agent_learns_where_a_stop_string_ends_its_text(
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
-    """The text is the same, in fewer passes; usage counts the prediction's tokens by whether the text has them."""
+def test_a_predicted_output_is_drafted_from(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same, in fewer passes; usage counts the prediction's tokens by whether the text has them.
+
+    The texts of a call share one index, which is not made on the event loop.
+    """
     written = "def check(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts))"
     predicted = written.replace("all(", "any(")
     tokens, runtime = fake_tokenizer().encode(predicted), ScriptedRuntime(written, PROMPT)
@@ -149,6 +155,16 @@ def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
         assert after.lookup_accepted > 10 and after.passes - before.passes < before.passes / 2
         assert complete(client, **in_parts)["usage"]["completion_tokens_details"] == details
         check_acceptance(client, predicting, found["metrics"]["speculative_decoding"], len(tokens))
+        makers = list[str]()
+
+        def made(pairs: Iterator[int]) -> list[int]:
+            makers.append(threading.current_thread().name)
+            return sorted(pairs)
+
+        monkeypatch.setattr(predicted_texts, "sorted", made, raising=False)
+        several = complete(client, n=3, **predicting)["usage"]["completion_tokens_details"]
+        assert several["accepted_prediction_tokens"] == 3 * details["accepted_prediction_tokens"]
+        assert len(makers) == 1 and makers[0].startswith("outrider-texts")
 
 
 def check_acceptance(client: httpx.Client, asked: dict[str, Any], found: dict[str, Any], num_predicted: int) -> None:
@@ -179,9 +195,12 @@ def test_a_prediction_is_bounded(client: httpx.Client, text: str) -> None:
 def test_a_prediction_is_found_again_after_a_difference() -> None:
     """Each token counts once, and `rest` is what a resumed session is told."""
     follower, empty = PredictionFollower([1, 2, 3, 4, 5, 6, 7, 8]), PredictionFollower([])
+    repeating = PredictionFollower([1, 2, 0, 1, 2, 5, 6, 1, 2, 7])
     for each, tokens, expected in (
         (follower, [1, 2, 9, 9, 4, 5, 6], (5, 3, (7, 8))),
         (follower, [7, 8, 1, 2, 3, 4], (8, 0, (5, 6, 7, 8))),
+        (repeating, [1, 2, 0, 9, 1, 2], (3, 7, (0, 1, 2, 5, 6, 1, 2, 7))),  # the nearest place
+        (repeating, [5, 9, 6, 1], (7, 3, (2, 7))),
         (empty, [1], (0, 0, ())),
     ):
         each.push(tokens)
@@ -222,10 +241,22 @@ def caller(callers: tuple[str, str], request: pytest.FixtureRequest) -> Iterator
         yield opened
 
 
-def test_a_call_of_a_tool(caller: httpx.Client) -> None:
-    """In message and deltas, with the reasoning beside it; without tools the text is content."""
+def test_a_call_of_a_tool(caller: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In message and deltas, with the reasoning beside it; without tools the text is content. A whole text is read as
+    it comes, too.
+    """
     asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "ignore_eos": False}
-    whole = complete(caller, CHAT, tools=TOOLS, **asked)
+    pushed = list[str]()
+
+    class Reader(ChatReader):
+        def push(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
+            pushed.append(text)
+            return super().push(text, is_last=is_last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shapes, "ChatReader", Reader)
+        whole = complete(caller, CHAT, tools=TOOLS, **asked)
+    assert "".join(pushed) == WRITTEN and max(map(len, pushed)) < len(WRITTEN)
     openai_answers.ChatCompletion.model_validate(whole, strict=True)
     (choice,) = whole["choices"]
     message = choice["message"]

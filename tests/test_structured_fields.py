@@ -100,6 +100,13 @@ def test_vllm_options_of_whitespace_and_properties() -> None:
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "list of texts"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not JSON"),
+        # Sizes before anything is parsed, or grows.
+        ({"guided_json": "[" + '"\\u00e9", ' * 17_000}, "guided_json", "68,001 bytes besides spaces and escapes"),
+        (
+            {"structured_outputs": {"json": [{"properties": {}}] * 4_000, "disable_additional_properties": True}},
+            "structured_outputs",
+            "has 72,001 bytes",
+        ),
         ({"guided_regex": ""}, "guided_regex", "empty"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "leave one out"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "leave one out"),

@@ -52,6 +52,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "a <tool_call>no object</tool_call> b", "a <tool_call>no object</tool_call> b", []),
     ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
     ("hermes", "less < than <tool", "less < than <tool", []),
+    ("hermes", f"<tool_call>{TWO}</tool_call>\n Done.", "Done.", [("time", {})]),
+    ("mistral", f"[TOOL_CALLS][{TWO}]\n Done.", "Done.", [("time", {})]),
+    ("mistral", "[TOOL_CALLS]time[ARGS]{}\n Done.", "Done.", [("time", {})]),
     ("mistral", f"[TOOL_CALLS] [{ONE}, {TWO}]", "", [("weather", PARIS), ("time", {})]),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS)}", "", [("weather", PARIS)]),
     (
@@ -62,6 +65,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ),
     ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
     ("mistral", "[TOOL_CALLS][5]", "[TOOL_CALLS][5]", []),
+    ("mistral", "[TOOL_CALLS] [5]", "[TOOL_CALLS] [5]", []),
     ("llama", LLAMA, "", [("weather", PARIS)]),
     ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("weather", PARIS)] * 2),
     ("llama", '{"answer": 42} is JSON', '{"answer": 42} is JSON', []),
