@@ -9,28 +9,23 @@ and one sequence. `bench.never_slower` compares with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.emulated import EmulatedTarget, Emulation, emulated_draft
+from bench.emulated import EmulatedTarget, Emulation, emulated_draft, open_draft, open_target
 from bench.processes import Remote, remote
 
-from outrider.edge.devices.placement import AS_BUNDLED, place_draft
 from outrider.edge.drafting.calibration import Calibration, Guess
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import Cores
-from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.export.check.acceptance import Continuation, read_along
-from outrider.export.recipes import ExportOptions
 from outrider.export.report.simulation.ranks import Picked
-from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams, candidates, pick
-from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
 MOST_DRAFTED: Final = 24
 """Tokens of a round at most."""
@@ -64,24 +59,6 @@ class Written:
     draft_s: float
 
 
-def target_options(target: Bundle) -> RuntimeOptions:
-    """How the cloud opens a target: on a GPU where it was exported for one, in the precision of its bundle."""
-    manifest = target.manifest
-    device = "CPU" if manifest.device == "cpu" else {"torch": "cuda", "openvino": "GPU"}[manifest.runtime]
-    made = ExportOptions("target", manifest.precision, manifest.runtime, device=manifest.device)  # type: ignore[arg-type]
-    return made.runtime_options(device)
-
-
-def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
-    """A draft bundle on one thread, in the runtime that checked it; and how many ids it may propose."""
-    bundle = open_draft_bundle(path)
-    manifest = bundle.manifest
-    device = place_draft(manifest, AS_BUNDLED).open_on
-    options = RuntimeOptions(device=device, num_threads=1, static_shapes=manifest.static_shapes)
-    runtime = open_sequence_runtime(sequence_kind(manifest.runtime, manifest.device), bundle.model_file, options)
-    return runtime, manifest.architecture.tokenizer_size
-
-
 Opener = Callable[[], tuple[BatchRuntime, SequenceRuntime, int]]
 """Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them, and
 called once there.
@@ -100,10 +77,7 @@ class RealPair:
 
     def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
         """Loads both."""
-        target = Bundle.open(self.target)
-        options = replace(target_options(target), num_threads=1, is_batch_invariant=self.is_batch_invariant)
-        draft, num_ids = open_draft(self.draft)
-        return open_batch_runtime(target.manifest.runtime, target.model_file, options), draft, num_ids
+        return open_target(self.target, self.is_batch_invariant), *open_draft(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,28 +169,9 @@ class Turns:
         self._draft.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The process with both models, as its parent sees it. Calls block."""
-
-    process: Remote
-
-    def generate(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int, stop: Stop) -> Written:
-        """As `Turns.generate`."""
-        found: Written = self.process.call("generate", prompt, params, num_tokens, stop)
-        return found
-
-    def ranks(self, texts: Sequence[Continuation]) -> list[list[Picked]]:
-        """As `Turns.ranks`."""
-        found: list[list[Picked]] = self.process.call("ranks", texts)
-        return found
-
-
-@contextmanager
-def open_beside(opener: Opener, cores: Cores) -> Iterator[Beside]:
-    """Starts the process on `cores`; ends it with the context."""
-    with remote(partial(_turns, opener), cores) as process:
-        yield Beside(process)
+def open_beside(opener: Opener, cores: Cores) -> AbstractContextManager[Remote]:
+    """A process on `cores` with the `Turns` of both models. It ends with the context."""
+    return remote(partial(_turns, opener), cores)
 
 
 def _turns(opener: Opener) -> closing[Turns]:

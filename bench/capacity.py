@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,10 +33,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from bench.beside import Beside, RealPair, Stop, Written, open_beside, open_draft
-from bench.load import make_orders
-from bench.load_devices import Connection, Recorded, Session, body_of
+from bench.bare_http import Wire
+from bench.beside import RealPair, Stop, Written, open_beside
+from bench.emulated import open_draft
+from bench.load import Figures, make_orders
+from bench.load_devices import Recorded, Session, body_of
 from bench.pairs import BUNDLE_OPTIONS, pair_of
+from bench.processes import Remote
 from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
 from rich.console import Console
@@ -77,15 +81,6 @@ class Costs:
         return 1.0 + self.gamma * self.draft_s / self.verify_s
 
 
-def saturated_rate(texts: Sequence[Session]) -> float:
-    """Tokens/s while all clients ask: from the last one's first answer to the first one's last."""
-    begin, end = max(text.commits[0][0] for text in texts), min(text.commits[-1][0] for text in texts)
-    count = sum(len(tokens) for text in texts for at, tokens in text.commits if begin < at <= end)
-    if not count:
-        raise ValueError("no time in which all clients ask; raise --max-tokens")
-    return count / (end - begin)
-
-
 def block(recorded: Recorded, num_known: int, gamma: int) -> list[int]:
     """The draft's path of `gamma` tokens."""
     path: list[int] = []
@@ -103,14 +98,15 @@ async def verify_all(
 
 async def _verify(url: str, order: GenerationRequest, drafts: Recorded, gamma: int) -> Session:
     text, known, prefix_hash = Session(), list[int](), None
-    async with Connection(url) as connection:
+    async with Wire(url) as wire:
         while (left := order.max_tokens - len(known)) > 0:
             drafted = block(drafts, len(known), min(gamma, left - 1)) if known else []
             item = {**body_of(order), "max_tokens": left, "draft": drafted}
             del item["prompt"]
             item |= {"prefix_hash": prefix_hash} if prefix_hash else {"prefix": [*order.prompt, *known]}
-            answer = await connection.ask("/v1/verify", {"items": [item]})
-            (result,) = answer["results"]
+            await wire.post("/v1/verify", {"items": [item]})
+            _, answer = await wire.answer()
+            (result,) = json.loads(answer).get("results", [{"error": answer.decode()}])
             if result.get("error"):
                 raise RuntimeError(f"/v1/verify refused an item: {result['error']}")
             text.commits.append((time.perf_counter(), tuple(result["tokens"])))
@@ -123,7 +119,7 @@ async def _verify(url: str, order: GenerationRequest, drafts: Recorded, gamma: i
 class Subject:
     """Both ways to serve, and the draft for the recording."""
 
-    beside: Beside
+    beside: Remote
     one: str
     batched: str
     drafter: ModelDrafter
@@ -201,7 +197,7 @@ def measure(subject: Subject, orders: Sequence[GenerationRequest], gamma: int, n
             texts = asyncio.run(verify_all(url, orders, recorded, gamma))
             found.num_different += sum(a.text != b.tokens for a, b in zip(texts, written, strict=True))
             if index:
-                found.rates[name].append(saturated_rate(texts))
+                found.rates[name].append(Figures.of(texts).tokens_per_s)
         if index:
             found.rates[BESIDE].append(rate_of([text.arrival_s for text in written]))
             found.costs.append(Costs.of(written))

@@ -5,17 +5,21 @@ the real one, in its own process, over `FakeBatchRuntime`. The draft's logits ar
 the target is and how strong the noise is changes from token to token, so that the ranks of the target's picks among the
 draft's guesses, and the gaps between them, come close to those of the reference pair.
 
-    python -m bench.emulated --step-ms 40 --extra-ms 1      # the cloud's process
+`Paced` is for what needs real texts: this fake language forgets its prompt at the first token that differs. A real
+model that is faster than its pace sleeps for the rest, so several share a core and keep their times.
+
+    python -m bench.emulated --step-ms 40 --extra-ms 1 [--target BUNDLE]      # the cloud's process
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from bench.processes import announce
@@ -31,9 +35,13 @@ from outrider.cloud.engine import EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
+from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
+from outrider.export.recipes import ExportOptions
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, RuntimeOptions, SequenceRuntime, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
@@ -99,6 +107,18 @@ class Emulation:
         """The one that fits the temperature."""
         return SAMPLED if self.temperature else GREEDY
 
+    def step_of(self, batch: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
+        """What is inside takes as long as this step, at least."""
+        return lasting(self.step + self.extra * (sum(len(item.tokens) for item in batch) - 1))
+
+
+@contextmanager
+def lasting(least_ms: float) -> Iterator[None]:
+    """What is inside takes so long at least."""
+    due_s = time.perf_counter() + least_ms / 1e3
+    yield
+    time.sleep(max(0.0, due_s - time.perf_counter()))
+
 
 @contextmanager
 def emulated_cloud(emulation: Emulation, cores: Cores, options: Sequence[str] = ()) -> Iterator[str]:
@@ -114,18 +134,15 @@ class EmulatedTarget(FakeBatchRuntime):
 
     def __init__(self, emulation: Emulation, max_positions: int = MAX_POSITIONS) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, max_positions=max_positions, num_blocks=4096)
-        self._language = emulation.language
-        self._step_s, self._extra_s = emulation.step / 1e3, emulation.extra / 1e3
+        self._language, self._emulation = emulation.language, emulation
 
     def forward(self, batch: Sequence[SequenceSlice]) -> Logits:
         """One step."""
-        num_extra = sum(len(item.tokens) for item in batch) - 1
-        due_s = time.perf_counter() + self._step_s + self._extra_s * num_extra
-        rows = super().forward(batch)
-        if rows.size:
-            rows *= self._language.peaks(rows)[:, None]
-        _sleep_until(due_s)
-        return rows
+        with self._emulation.step_of(batch):
+            rows = super().forward(batch)
+            if rows.size:
+                rows *= self._language.peaks(rows)[:, None]
+            return rows
 
 
 class EmulatedDraft:
@@ -133,7 +150,7 @@ class EmulatedDraft:
 
     def __init__(self, emulation: Emulation) -> None:
         self._language = emulation.language
-        self._call_s = emulation.draft / 1e3
+        self._call_ms = emulation.draft
         self._truth = FakeSequenceRuntime(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS)
         self._noise = FakeSequenceRuntime(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, seed=_NOISE_LANGUAGE)
 
@@ -149,10 +166,8 @@ class EmulatedDraft:
 
     def extend(self, tokens: Sequence[int]) -> Logits:
         """Appends tokens; returns the logits after the last one."""
-        due_s = time.perf_counter() + self._call_s
-        row = self._row_after(tokens)
-        _sleep_until(due_s)
-        return row
+        with lasting(self._call_ms):
+            return self._row_after(tokens)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on."""
@@ -176,16 +191,15 @@ class EmulatedBranches(EmulatedDraft):
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(emulation)
         self.max_branches = emulation.nodes_per_call
-        self._node_s = emulation.node_extra / 1e3
+        self._node_ms = emulation.node_extra
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> Logits:
         """Logits after each branch, [B, vocab_size]."""
-        due_s = time.perf_counter() + self._call_s + self._node_s * (len(branches) - 1)
         length, rows = self.length, list[Logits]()
-        for branch in branches:
-            rows.append(self._row_after(branch))
-            self.truncate(length)
-        _sleep_until(due_s)
+        with lasting(self._call_ms + self._node_ms * (len(branches) - 1)):
+            for branch in branches:
+                rows.append(self._row_after(branch))
+                self.truncate(length)
         return np.stack(rows)
 
 
@@ -201,9 +215,51 @@ def _variates(rows: Logits) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return radius * np.cos(angle), radius * np.sin(angle)
 
 
-def _sleep_until(due_s: float) -> None:
-    if (wait_s := due_s - time.perf_counter()) > 0.0:
-        time.sleep(wait_s)
+class Paced:
+    """A real target that verifies no trees, or a draft that runs one node a call: each takes its time at least."""
+
+    def __init__(self, inner: Any, pace: Emulation) -> None:
+        self._inner, self._pace = inner, pace
+
+    def __getattr__(self, name: str) -> Any:
+        # No more: what a runtime can beside these has no pace.
+        if name not in ("limits", "block_size", "num_blocks", "length", "truncate", "close"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> Logits:
+        """One step of the target."""
+        with self._pace.step_of(batch):
+            rows: Logits = self._inner.forward(batch)
+            return rows
+
+    def extend(self, tokens: Sequence[int]) -> Logits:
+        """One call of the draft."""
+        with lasting(self._pace.draft):
+            row: Logits = self._inner.extend(tokens)
+            return row
+
+
+def target_options(target: Bundle) -> RuntimeOptions:
+    """How the cloud opens a target: on a GPU where it was exported for one, in the precision of its bundle."""
+    manifest = target.manifest
+    device = "CPU" if manifest.device == "cpu" else {"torch": "cuda", "openvino": "GPU"}[manifest.runtime]
+    made = ExportOptions("target", manifest.precision, manifest.runtime, device=manifest.device)  # type: ignore[arg-type]
+    return made.runtime_options(device)
+
+
+def open_target(path: Path, is_batch_invariant: bool | None = None) -> BatchRuntime:
+    """A target bundle on one thread. is_batch_invariant: None: the runtime's default."""
+    target = Bundle.open(path)
+    options = replace(target_options(target), num_threads=1, is_batch_invariant=is_batch_invariant)
+    return open_batch_runtime(target.manifest.runtime, target.model_file, options)
+
+
+def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
+    """A draft bundle on one thread, in the runtime that checked it; and how many ids it may propose."""
+    model = open_draft_model(open_draft_bundle(path), num_threads=1)
+    assert model.runtime is not None and model.num_ids is not None, "n-gram lookup has no model"
+    return model.runtime, model.num_ids
 
 
 # -- the cloud's process -----------------------------------------------------------------------------------------------
@@ -229,6 +285,7 @@ def main() -> None:
     options = parser(
         __doc__,
         {
+            "--target": option(type=Path, help="a real bundle, whose steps take so long at least, with prompt lookup"),
             "--step-ms": option(40.0, "time of a step"),
             "--extra-ms": option(0.0, "of each token of a step after the first"),
             "--temperature": option(0.8, "of the texts to come"),
@@ -239,13 +296,16 @@ def main() -> None:
         },
     ).parse_args()
     config = EngineConfig(
-        looks_up=False,
+        looks_up=options.target is not None,
         form=TreeForm(options.form),
         policy=Policy(options.policy),
         max_running=options.max_running,
     )
     emulation = Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)
-    serve(app_of(EmulatedTarget(emulation, options.max_positions), config))
+    target: Any = EmulatedTarget(emulation, options.max_positions)
+    if options.target is not None:
+        target = Paced(open_target(options.target), emulation)
+    serve(app_of(target, config))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
+from bench.processes import engine_counts
 from bench.report import TO_JSON, figures_table, option, parser, write_json
-from bench.server_clock import engine_counts
 from bench.verifier import VERIFIER_OPTIONS, Verifier, verifier_of
 from rich.console import Console
 from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""Measures 1, 4, 16 and 64 sessions at once on one verifier: cloud-only, drafts by stream policy, by verify policy.
+"""Measures 1, 4, 16 and 64 sessions at once on one verifier: cloud-only, drafts by each policy.
 
 The verifiers are real processes on one core and take turns; all devices are one process on another core, with bare
 sockets and with drafts that the real draft made beforehand (`bench.load_devices`), so that 64 devices cost no more
@@ -14,26 +14,24 @@ first commit to the first session's end.
 
 Each further token of a step costs some 2 ms of the widened target's 70 on one core: with many sessions it is bound by
 arithmetic, and drafts stop paying; the output says where. `--emulate STEP_MS EXTRA_MS` has steps that sleep, for a
-target bound by memory, as a large one on a GPU is. Exits 1 where a text differs from cloud-only's, where the verify
-policy at 16 sessions takes more than half of cloud-only's passes, or, with an extra of at most a fiftieth of the step,
-less than 1.5 times its tokens/s.
+target bound by memory, as a large one on a GPU is. Exits 1 where a text differs from cloud-only's, or where, with an
+extra of at most a fiftieth of the step, `auto` at 16 sessions takes more than half of cloud-only's passes, or has less
+than 1.5 times its tokens/s.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from bench.beside import open_draft
-from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
+from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft, open_draft
 from bench.load_devices import Device, Recorded, Session, run_sessions
 from bench.pairs import BUNDLE_OPTIONS, make_requests, pair_of
 from bench.report import TO_JSON, figures_table, option, parser, verdict
@@ -45,23 +43,11 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import cloud_process
 from outrider.edge.results import GenerationRequest
-from outrider.models.grammar.spec import GrammarSpec
 
 CLOUD_ONLY, STREAM, VERIFY, AUTO = "cloud-only", "stream", "verify", "auto"
-JSON, LOGPROBS = "json", "logprobs"
 MODES: Final = (CLOUD_ONLY, STREAM, VERIFY, AUTO)
-SERVER_OF: Final = {
-    CLOUD_ONLY: "auto",
-    STREAM: "stream",
-    VERIFY: "verify",
-} | dict.fromkeys((AUTO, JSON, LOGPROBS), "auto")
+SERVER_OF: Final = {CLOUD_ONLY: "auto", STREAM: "stream", VERIFY: "verify", AUTO: "auto"}
 """The policy of each mode's verifier; cloud-only sends no drafts, so the policy decides nothing."""
-_SCHEMA: Final = {"type": "array", "items": {"type": "string"}, "minItems": 100}
-FIELDS_OF: Final[Mapping[str, Mapping[str, Any]]] = {
-    JSON: {"grammar": GrammarSpec.json_schema(_SCHEMA).to_wire().model_dump()},
-    LOGPROBS: {"logprobs": 5},
-}
-"""Modes by the auto policy whose sessions ask for more. JSON is another text, which the draft guesses unaware of it."""
 CONTEXT: Final = 96
 BOUND_AT: Final = 16
 MOST_PASSES, LEAST_SPEED_UP = 0.5, 1.5
@@ -80,7 +66,7 @@ class Figures:
 
     @classmethod
     def of(cls, sessions: Sequence[Session]) -> Figures:
-        """Raises ValueError where no token arrived while all sessions ran."""
+        """Raises ValueError where none waited for a token from one to the next while all sessions ran."""
         begin = max(session.commits[0][0] for session in sessions)
         end = min(session.commits[-1][0] for session in sessions)
         num_tokens = 0
@@ -93,7 +79,7 @@ class Figures:
                     if before >= begin:  # otherwise it has another session's prompt in it
                         gaps.append(1e3 * (at - before))
                 before = at
-        if not num_tokens:
+        if not gaps:
             raise ValueError("no time in which all sessions run; raise --max-tokens")
         later = [tokens for session in sessions for _, tokens in session.commits[1:]]
         passes = len(later) / sum(map(len, later))
@@ -129,21 +115,6 @@ def speed_up(cells: Mapping[str, Cell], mode: str) -> float:
     return median(mine.tokens_per_s / plain.tokens_per_s for mine, plain in pairs)
 
 
-def crossover(speed_ups: Mapping[int, float]) -> float | None:
-    """The number of sessions at which a mode falls to cloud-only's tokens/s, between two measured numbers by their
-    logarithms; None where it stays above.
-    """
-    last: tuple[int, float] | None = None
-    for count, ratio in sorted(speed_ups.items()):
-        if ratio < 1.0:
-            if last is None:
-                return float(count)
-            share = (last[1] - 1.0) / (last[1] - ratio)
-            return float(math.exp(math.log(last[0]) + share * (math.log(count) - math.log(last[0]))))
-        last = count, ratio
-    return None
-
-
 def misses(cells: Cells, is_memory_bound: bool) -> list[str]:
     """The bounds that are missed, in words."""
     told = [
@@ -153,15 +124,13 @@ def misses(cells: Cells, is_memory_bound: bool) -> list[str]:
         if cell.num_different
     ]
     at = cells.get(BOUND_AT, {})
-    if VERIFY in at and CLOUD_ONLY in at:
-        passes = at[VERIFY].middle.passes / at[CLOUD_ONLY].middle.passes
+    if is_memory_bound and AUTO in at and CLOUD_ONLY in at:
+        passes = at[AUTO].middle.passes / at[CLOUD_ONLY].middle.passes
         if passes > MOST_PASSES:
-            told.append(
-                f"{BOUND_AT} sessions: verify takes {passes:.2f} of cloud-only's passes, expected {MOST_PASSES}"
-            )
-        faster = speed_up(at, VERIFY)
-        if is_memory_bound and faster < LEAST_SPEED_UP:
-            told.append(f"{BOUND_AT} sessions: verify is {faster:.2f}x cloud-only, expected {LEAST_SPEED_UP}x")
+            told.append(f"{BOUND_AT} sessions: auto takes {passes:.2f} of cloud-only's passes, expected {MOST_PASSES}")
+        faster = speed_up(at, AUTO)
+        if faster < LEAST_SPEED_UP:
+            told.append(f"{BOUND_AT} sessions: auto is {faster:.2f}x cloud-only, expected {LEAST_SPEED_UP}x")
     return told
 
 
@@ -177,34 +146,27 @@ class Subject:
     orders: Sequence[GenerationRequest]
     num_calls: int
     width: int
-    rtt_ms: float
-    texts: dict[tuple[bool, int], tuple[int, ...]] = field(default_factory=dict)
-    """By whether it is JSON, and the number of its order."""
-    recorded: dict[tuple[bool, int], Recorded] = field(default_factory=dict)
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
 
     def run(self, mode: str, count: int) -> list[Session]:
         """The first `count` orders at once."""
         devices: list[Device | None] = [None] * count
         if mode != CLOUD_ONLY:
-            devices = [Device(self.recorded[mode == JSON, index], self.num_calls, self.width) for index in range(count)]
-        fields = FIELDS_OF.get(mode, {})
-        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], self.orders[:count], devices, self.rtt_ms, fields))
+            devices = [Device(each, self.num_calls, self.width) for each in self.recorded[:count]]
+        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], self.orders[:count], devices))
 
-    def record(self, modes: Sequence[str]) -> None:
+    def record(self) -> None:
         """Takes the target's texts from a run without drafts, and drafts along them."""
-        for is_json in {mode == JSON for mode in modes}:
-            url, nobody, fields = self.urls[SERVER_OF[CLOUD_ONLY]], [None] * len(self.orders), FIELDS_OF[JSON]
-            sessions = asyncio.run(run_sessions(url, self.orders, nobody, fields=fields if is_json else {}))
-            for index, session in enumerate(sessions):
-                self.texts[is_json, index] = session.text
-                recorded = Recorded(self.drafter, self.orders[index], session.text, self.width)
-                self.recorded[is_json, index] = recorded
-                recorded.record(self.num_calls)
+        self.texts = [session.text for session in self.run(CLOUD_ONLY, len(self.orders))]
+        for order, text in zip(self.orders, self.texts, strict=True):
+            self.recorded.append(Recorded(self.drafter, order, text, self.width))
+            self.recorded[-1].record(self.num_calls)
 
     @property
     def num_drafted(self) -> int:
         """Guesses that the draft had to make so far."""
-        return sum(each.num_drafted for each in self.recorded.values())
+        return sum(each.num_drafted for each in self.recorded)
 
 
 def measure(
@@ -213,7 +175,7 @@ def measure(
     """All modes in turn at each number of sessions, after a run of each that warms up (and drafts what was not
     recorded). Also returns how many guesses were drafted while the clock ran.
     """
-    subject.record(modes)
+    subject.record()
     cells = {count: {mode: Cell() for mode in modes} for count in counts}
     num_late = 0
     task = progress.add_task("runs", total=(num_runs + 1) * len(counts) * len(modes))
@@ -228,8 +190,7 @@ def measure(
                 num_late += subject.num_drafted - before
                 cell = cells[count][mode]
                 cell.runs.append(Figures.of(sessions))
-                texts = [subject.texts[mode == JSON, index] for index in range(count)]
-                cell.num_different += sum(each.text != text for each, text in zip(sessions, texts, strict=True))
+                cell.num_different += sum(a.text != b for a, b in zip(sessions, subject.texts, strict=False))
     return cells, num_late
 
 
@@ -262,7 +223,7 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
             stack.callback(runtime.close)
             drafter = ModelDrafter(runtime, num_ids)
         stack.enter_context(running_on(cores.agent))
-        yield Subject(urls, drafter, orders, options.calls, options.width, options.rtt_ms)
+        yield Subject(urls, drafter, orders, options.calls, options.width)
 
 
 def as_table(cells: Cells, title: str) -> Table:
@@ -289,12 +250,11 @@ def options_of(given: Sequence[str] | None = None) -> argparse.Namespace:
             ),
             **BUNDLE_OPTIONS,
             "--sessions": option([1, 4, 16, 64]),
-            "--modes": option(list(MODES), choices=(*MODES, *FIELDS_OF)),
+            "--modes": option(list(MODES), choices=MODES),
             "--runs": option(3),
             "--max-tokens": option(64),
             "--calls": option(8, "nodes that a device expands after each commit"),
             "--width": option(4, "guesses per node; 1: a path"),
-            "--rtt-ms": option(0.0, "added to what a device's answer takes"),
             "--temperature": option(0.8),
             **TO_JSON,
         },
@@ -314,12 +274,12 @@ def main(given: Sequence[str] | None = None) -> int:
     step = f"{options.emulate[0]:g} ms a step, {options.emulate[1]:g} ms a token more" if options.emulate else ""
     target = f"target: {options.target}" if options.target else f"target of {options.widen:g} MB, FP32, one core"
     console.print(as_table(cells, step or target))
-    found: dict[str, float | None] = {}
+    found: dict[str, int | None] = {}
     for mode in options.modes:
         if mode != CLOUD_ONLY:
-            found[mode] = crossover({count: speed_up(modes, mode) for count, modes in cells.items()})
-            where = f"falls below cloud-only at {found[mode]:.0f}" if found[mode] else f"pays up to {max(cells)}"
-            console.print(f"{mode}: {where} sessions", highlight=False)
+            pays = [count for count, modes in cells.items() if speed_up(modes, mode) >= 1.0]
+            found[mode] = None if len(pays) == len(cells) else max(pays, default=0)
+            console.print(f"{mode}: pays up to {max(pays, default=0)} of {max(cells)} sessions", highlight=False)
     console.print(f"{num_late} guesses were drafted while the clock ran", style="dim", highlight=False)
     is_memory_bound = bool(options.emulate) and options.emulate[1] <= MEMORY_BOUND * options.emulate[0]
     return verdict(
@@ -330,7 +290,6 @@ def main(given: Sequence[str] | None = None) -> int:
             "widen_mb": None if options.emulate or options.target else options.widen,
             "target": str(options.target) if options.target else None,
             "emulated": options.emulate,
-            "rtt_ms": options.rtt_ms,
             "temperature": options.temperature,
             "crossover_sessions": found,
             "sessions": {

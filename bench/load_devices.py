@@ -8,11 +8,9 @@ what the draft guesses along it is too: it is recorded once, and looked up while
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from bench.bare_http import Wire
@@ -25,12 +23,16 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.modes.stream import tree_message
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import CloudError
-from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
 
 LEAST_REACH: Final = 5e-4
 SEND_FLOOR: Final = 0.01
 MAX_DEPTH: Final = 64
 MAX_SENT: Final = 256
+_HEAD: Final = (
+    b"POST /v1/sessions/%s/drafts HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    b"Content-Type: " + DRAFTS_MEDIA_TYPE.encode() + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 
 
 def body_of(request: GenerationRequest) -> dict[str, Any]:
@@ -148,79 +150,30 @@ class Session:
 
 
 async def run_sessions(
-    url: str,
-    orders: Sequence[GenerationRequest],
-    devices: Sequence[Device | None],
-    rtt_ms: float = 0.0,
-    fields: Mapping[str, Any] = MappingProxyType({}),
+    url: str, orders: Sequence[GenerationRequest], devices: Sequence[Device | None]
 ) -> list[Session]:
-    """Runs all sessions at once; a device of None drafts nothing. rtt_ms: added to what a device's answer takes.
-    fields: more of each body.
-    """
-    pairs = zip(orders, devices, strict=True)
-    return list(await asyncio.gather(*(_run(url, {**body_of(o), **fields}, d, rtt_ms) for o, d in pairs)))
+    """Runs all sessions at once; a device of None drafts nothing. Raises CloudError where one is refused or cut."""
+    return list(await asyncio.gather(*(_run(url, body_of(o), d) for o, d in zip(orders, devices, strict=True))))
 
 
-async def _run(url: str, body: Mapping[str, Any], device: Device | None, rtt_ms: float) -> Session:
-    session, number = Session(), ""
-    posts: set[asyncio.Task[None]] = set()
-    async with Connection(url) as stream:
+async def _run(url: str, body: Mapping[str, Any], device: Device | None) -> Session:
+    """Drafts go up one long request, as an agent's do."""
+    session = Session()
+    async with Wire(url) as stream, Wire(url) as drafts:
         await stream.post("/v1/sessions", body)
-        async with Connection(url) as drafts:
-            while (event := await stream.event()) is not None:
-                if event.get("type") == "open":
-                    number = event["session"]
-                elif event.get("type") == "end":
-                    if event["reason"] != "length":
-                        raise CloudError(f"a session ended with {event}; expected its full length")
-                    break
-                else:
-                    session.commits.append((time.perf_counter(), tuple(event["tokens"])))
-                    if device is None:
-                        continue
+        while (event := await stream.event()) is not None and event.get("type") != "end":
+            if event.get("type") == "open" and device is not None:
+                await drafts.send(_HEAD % event["session"].encode())
+            elif "tokens" in event:
+                session.commits.append((time.perf_counter(), tuple(event["tokens"])))
+                if device is not None:
                     device.on_commit(event["base"], event["tokens"])
-                    drafted = device.answer()
-                    if drafted is not None:
-                        path = f"/v1/sessions/{number}/drafts"
-                        post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, drafted))
-                        posts.add(post)
-            for post in posts:
-                if post.done():
-                    post.result()  # raises what it failed with: a device that cannot send is no device
-                post.cancel()
-            await asyncio.gather(*posts, return_exceptions=True)
+                    if (drafted := device.answer()) is not None:
+                        piece = framed(drafted)
+                        await drafts.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+        if event is None or event["reason"] != "length":
+            raise CloudError(f"a session ended with {event}; expected its full length")
+        # A device that cannot send is no device.
+        if device is not None and b" 204 " not in (answer := (await drafts.answer())[0]):
+            raise CloudError(f"the drafts were answered {answer.decode()}")
     return session
-
-
-class Connection(Wire):
-    """A device's connection for its drafts, or a client's of /v1/verify."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._turn = asyncio.Lock()
-
-    async def post_draft(self, delay_s: float, path: str, body: bytes) -> None:
-        """Posts a draft after a delay, one at a time. An answer other than 204 is left alone, as an agent does.
-
-        Connects again where the server has closed: it keeps no connection that is idle for long.
-        """
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        async with self._turn:
-            try:
-                await self.post(path, body, TREE_MEDIA_TYPE)
-                await self.answer()
-            except (ConnectionError, asyncio.IncompleteReadError):
-                self.writer.close()
-                await self.open()
-                await self.post(path, body, TREE_MEDIA_TYPE)
-                await self.answer()
-
-    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Posts JSON and returns the answer's. Raises CloudError where it is not a 200."""
-        await self.post(path, body)
-        head, answer = await self.answer()
-        if b" 200 " not in head.partition(b"\r\n")[0]:
-            raise CloudError(f"the verifier answered {head.splitlines()[0].decode()}: {answer[:500].decode()}")
-        found: dict[str, Any] = json.loads(answer)
-        return found

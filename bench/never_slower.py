@@ -275,7 +275,7 @@ def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, 
                         "acceptance": cell.acceptance,
                         "per_token": cell.traffic,
                         "num_different": cell.num_different,
-                        "server": asdict(cell.times),
+                        "server": cell.times,
                     }
                     for name, cell in found.place.cells.items()
                 },

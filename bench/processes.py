@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 import httpx
 
@@ -27,31 +29,18 @@ from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 ANY_PORT: Final = ("--port", "0")
 _START_S: Final = 600.0
 _P = TypeVar("_P", bound="Program")
-_NUM_TRIES: Final = 20
+_COUNTERS: Final = {
+    "model_seconds": "engine_model_seconds_total",
+    "overhead_seconds": "engine_overhead_seconds_total",
+    "steps": "engine_steps_total",
+    "proposed": "spec_decode_num_draft_tokens_total",
+    "preempted": "num_preemptions_total",
+    "prefix_hit_tokens": "prefix_cache_hits_total",
+    "tree_steps": "engine_tree_steps_total",
+    "hits": "recent_hits_total",
+}
 _SILENCE_S: Final = 120.0
 """A stream that is silent for longer has failed: its keep-alives come every few seconds."""
-
-
-def pass_niceness(pid: int) -> None:
-    """Gives this process's nice level to the session that process `pid` leads.
-
-    Linux shares the processors between sessions first, and `nice` orders only the processes within one. Does nothing
-    where sessions have no level (`/proc/PID/autogroup`).
-    """
-    level, file = os.getpriority(os.PRIO_PROCESS, 0), Path(f"/proc/{pid}/autogroup")
-    if level == 0 or not os.access(file, os.W_OK):
-        return
-    for _ in range(_NUM_TRIES):
-        try:
-            file.write_text(str(level))
-            return
-        except BlockingIOError:  # one change in 0.1 s on the whole machine, unless root makes it
-            time.sleep(0.1)
-        except FileNotFoundError:  # it has ended
-            return
-        except PermissionError:
-            break
-    print(f"The session of process {pid} stays at its own nice level; run as root to raise it.", file=sys.stderr)
 
 
 def source_path() -> str:
@@ -75,9 +64,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 def start_group(command: Sequence[str], cores: Cores = None, **options: Any) -> subprocess.Popen[str]:
     """Starts a command in a process group of its own, for `turn_of` and `end_group`. options: of `Popen`."""
     with running_on(cores):
-        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
-    pass_niceness(process.pid)
-    return process
+        return subprocess.Popen(command, text=True, start_new_session=True, **options)
 
 
 @contextmanager
@@ -92,10 +79,13 @@ def turn_of(pid: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An object in a process that leads a group of its own."""
+    """An object in a process that leads a group of its own. Its methods are called there, and calls block."""
 
     pipe: Connection
     pid: int
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self.call, name)
 
     def call(self, name: str, *arguments: object) -> Any:
         """Calls a method of it, and waits for what it returns."""
@@ -124,7 +114,6 @@ def remote(make: Callable[[], AbstractContextManager[object]], cores: Cores = No
 
 def _answer(pipe: Connection, make: Callable[[], AbstractContextManager[object]]) -> None:
     os.setsid()
-    pass_niceness(os.getpid())
     with make() as found, suppress(EOFError, BrokenPipeError):  # the parent has closed its end
         pipe.send(os.getpid())
         while True:
@@ -204,6 +193,7 @@ class Program:
             for line in self._running.stdout:
                 if line.startswith(READY_PREFIX):
                     self.url = line.removeprefix(READY_PREFIX).strip()
+                    threading.Thread(target=_drain, args=(self._running.stdout,), daemon=True).start()
                     return
         finally:
             watchdog.cancel()
@@ -223,6 +213,12 @@ class Program:
     def said(self) -> str:
         """Its log."""
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+def _drain(stream: IO[str]) -> None:
+    """Reads what a process goes on to say: a full pipe would stop it."""
+    with suppress(ValueError):  # the pipe is closed here
+        deque(stream, maxlen=0)
 
 
 @contextmanager
@@ -314,3 +310,12 @@ def metrics_of(url: str) -> dict[str, float]:
     text = httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text
     lines = (line.split() for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
     return {name: float(value) for name, value in lines}
+
+
+def engine_counts(url: str, *names: str) -> dict[str, float]:
+    """Counters of the engine by their names in `seam.Totals`, and its seconds in the model and in the rest of a step.
+
+    They are read from the server itself, not through an emulated network. `hits` is that of recent texts.
+    """
+    found = metrics_of(url)
+    return {name: found[f"outrider_{_COUNTERS[name]}"] for name in names}

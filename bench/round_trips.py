@@ -7,6 +7,7 @@ beside the target.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,8 @@ from itertools import chain
 from statistics import fmean, median
 from typing import Final, TypeVar
 
-from bench.beside import Beside, Stop, Written
-from bench.server_clock import ServerTimes, read_times
+from bench.beside import Stop, Written
+from bench.processes import Remote, engine_counts
 from tests.always_wrong import AlwaysWrongDrafter
 
 from outrider.edge.drafting.depth import CostModelDepth
@@ -33,6 +34,8 @@ from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.world import Times
 
 _R = TypeVar("_R")
+TIMES: Final = ("model_seconds", "overhead_seconds", "steps", "proposed")
+"""Of the engine: seconds in the model, and in the rest of its steps; steps; drafted tokens that were verified."""
 PATH: Final = "path"
 TREE: Final = "tree"
 WRONG: Final = "tree_always_wrong"
@@ -54,15 +57,17 @@ class Subject:
     cores: CorePlan
     drafter: Drafter
     vocab_size: int
-    beside: Beside | None = None
+    beside: Remote | None = None
 
 
 @dataclass(slots=True)
 class Cell:
-    """One mode at one round trip. rates: tokens/s per run; ratios: over cloud-only's of the same run."""
+    """One mode at one round trip. times: what the engine counted, by the names in `TIMES`. rates: tokens/s per run;
+    ratios: over cloud-only's of the same run.
+    """
 
     texts: list[GenerationResult] = field(default_factory=list)
-    times: ServerTimes = field(default_factory=ServerTimes)
+    times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     rates: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     num_different: int = 0
@@ -95,7 +100,7 @@ class Cell:
             "posts": sum(text.num_posts for text in texts),
             "drafted": sum(text.num_drafted for text in texts),
             "sent": sum(text.num_sent for text in texts),
-            "verified": self.times.proposed,
+            "verified": self.times["proposed"],
             "passes": sum(text.num_passes for text in texts),
         }
         return {name: total / num_tokens for name, total in totals.items()}
@@ -108,7 +113,7 @@ class Yardstick:
     rates: tokens/s of each, per run; ratios: over the mean cloud-only of the same run.
     """
 
-    beside: Beside
+    beside: Remote
     best: dict[str, Stop] = field(default_factory=dict)
     searched: dict[str, float] = field(default_factory=dict)  # tokens/s by stop
     rates: dict[str, list[float]] = field(default_factory=dict)
@@ -203,13 +208,13 @@ def measured_extra_ms(places: Sequence[Place]) -> float:
     extra_s = num_drafted = 0.0
     for place in places:
         plain = place.cells[CLOUD_ONLY]
-        plain_s = plain.ms_per_token / 1e3 - plain.times.overhead_seconds / plain.times.steps
+        plain_s = plain.ms_per_token / 1e3 - plain.times["overhead_seconds"] / plain.times["steps"]
         num_plain = sum(len(text.tokens) - 1 for text in plain.texts)
-        prefill_s = plain.times.model_seconds - num_plain * plain_s
+        prefill_s = plain.times["model_seconds"] - num_plain * plain_s
         for cell in (place.cells[PATH], place.cells[TREE]):
-            num_steps = cell.times.steps - (plain.times.steps - num_plain)
-            extra_s += cell.times.model_seconds - prefill_s - num_steps * plain_s
-            num_drafted += cell.times.proposed
+            num_steps = cell.times["steps"] - (plain.times["steps"] - num_plain)
+            extra_s += cell.times["model_seconds"] - prefill_s - num_steps * plain_s
+            num_drafted += cell.times["proposed"]
     return max(0.0, 1e3 * extra_s / num_drafted) if num_drafted else 0.0
 
 
@@ -282,7 +287,7 @@ async def measure(
     return Measured(places, yardstick, ranks)
 
 
-def _ranks(beside: Beside, requests: Sequence[GenerationRequest], place: Place) -> Ranks:
+def _ranks(beside: Remote, requests: Sequence[GenerationRequest], place: Place) -> Ranks:
     """Ranks along the texts that were measured."""
     texts = place.cells[CLOUD_ONLY].texts[: len(requests)]
     found = beside.ranks([Continuation(r.prompt, t.tokens, r.params) for r, t in zip(requests, texts, strict=True)])
@@ -295,9 +300,10 @@ async def run_once(
     """One run at one round trip; returns cloud-only's texts."""
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
     for name, request in in_turn(list(place.modes), requests, index):
-        before = read_times(subject.url)
+        before = engine_counts(subject.url, *TIMES)
         texts[name].append(await place.modes[name].generate(request))
-        place.cells[name].times += read_times(subject.url) - before
+        for key, value in engine_counts(subject.url, *TIMES).items():
+            place.cells[name].times[key] += value - before[key]
     for name, found in texts.items():
         cell = place.cells[name]
         cell.texts += found

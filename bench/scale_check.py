@@ -40,10 +40,9 @@ import bench.capacity as capacity
 import bench.load as load
 import bench.pairs as pairs
 import bench.round_trips as round_trips
-import httpx
-from bench.attacks.exchange import values_of
 from bench.capacity import Costs
 from bench.load_devices import Device, Session
+from bench.processes import metrics_of
 from bench.report import parser
 from bench.virtual_replica import RankedDraft
 from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, Text, Verifier
@@ -111,11 +110,10 @@ COUNTED: Final = (
 
 def served(subject: load.Subject, mode: str, count: int) -> list[float]:
     """What the server counts of one run, as `COUNTED`."""
-    url = f"{subject.urls[load.SERVER_OF[mode]]}/metrics"
-    before = httpx.get(url).text
+    before = metrics_of(url := subject.urls[load.SERVER_OF[mode]])
     subject.run(mode, count)
-    after = httpx.get(url).text
-    return [sum(values_of(after, f"outrider_{name}")) - sum(values_of(before, f"outrider_{name}")) for name in COUNTED]
+    after = metrics_of(url)
+    return [after[f"outrider_{name}"] - before[f"outrider_{name}"] for name in COUNTED]
 
 
 def constants(subject: load.Subject, options: argparse.Namespace) -> Constants:
@@ -186,7 +184,7 @@ class Simulated:
             for policy in set(load.SERVER_OF.values())
         }
 
-    def _host_s(self, passes: int, tokens: int, step_s: float) -> float:
+    def _host_s(self, passes: int, step_s: float) -> float:
         merging = self._found.merge * passes if self._is_drafted else 0.0
         return (at(self._found.around, passes) + merging) / 1e3
 
@@ -199,9 +197,9 @@ class Simulated:
         for index, order in enumerate(subject.orders[:count]):
             device = None
             if mode != load.CLOUD_ONLY:
-                device = Device(subject.recorded[False, index], subject.num_calls, subject.width)
-            text = Text(subject.texts[False, index], len(order.prompt))
-            links = Link(half_s), Link(half_s + subject.rtt_ms / 1e3)
+                device = Device(subject.recorded[index], subject.num_calls, subject.width)
+            text = Text(subject.texts[index], len(order.prompt))
+            links = Link(half_s), Link(half_s)
             peers.append(Peer(verifier.timeline, text, device, Drafting.ANSWERS, core, links))
         return load.Figures.of(verifier.run(peers))
 
@@ -243,7 +241,7 @@ def compare_capacity(given: Sequence[str]) -> list[Pair]:
         alone = [turns(found, [number], options.gamma, costs.draft_s, costs.verify_s) for number in range(len(orders))]
         together = turns(found, range(len(orders)), options.gamma, 0.0, costs.verify_s)
     beside = rate_after_first([session for (session,) in alone])
-    devices = capacity.saturated_rate(together)
+    devices = load.Figures.of(together).tokens_per_s
     measured = {name: median(rates) for name, rates in found.rates.items()}
     return [
         Pair("capacity, beside, tokens/s", measured[capacity.BESIDE], beside),
@@ -305,5 +303,4 @@ def drafting_on(ranks: Ranks, emulate: Sequence[float], rtt_ms: float, num_runs:
 
 def rate_after_first(sessions: Sequence[Session]) -> float:
     """Tokens/s of texts one after the other, from the first commit of each."""
-    num_tokens = sum(len(session.text) - len(session.commits[0][1]) for session in sessions)
-    return num_tokens / sum(session.commits[-1][0] - session.commits[0][0] for session in sessions)
+    return round_trips.rate_of([[at for at, tokens in each.commits for _ in tokens] for each in sessions])

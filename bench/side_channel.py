@@ -6,7 +6,7 @@ connection the bytes belong. It knows the 40 prompts, and has traces of its own 
 window that begins when the first token arrives and is as long for every text, so that neither the prompt's length nor
 the text's counts; in the rows `all` also the size of the request that opens the text.
 
-The pair is the real reference pair at exact times (`bench.paced_pair`). Each read is delayed by half a round trip and a
+The pair is the real reference pair at exact times (`emulated.Paced`). Each read is delayed by half a round trip and a
 random jitter (exponential, its mean is --jitter-ms). Texts of all prompts, of training and of test, are mixed, so that
 nothing that drifts tells them apart. Classifiers are trees over the first messages, and naive Bayes over runs of sizes
 and gaps; cross-validation of the training traces alone chooses among them. Chance is 1 / prompts.
@@ -33,20 +33,20 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 from bench.eavesdropper import CLASSIFIERS, OPENING, Read, Trace, named, padded, validated
-from bench.emulated import Emulation
-from bench.paced_pair import open_paced
+from bench.emulated import Emulation, Paced, emulated_cloud, open_draft
 from bench.pairs import make_requests
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
 from scipy.stats import binomtest
 
-from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent
@@ -54,6 +54,7 @@ from outrider.edge.results import GenerationRequest, Mode, TokenBatch
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.runtimes.base import SequenceRuntime
 
 LEAST, OVER_CHANCE, MOST_LOST = 0.6, 0.05, 0.2
 MAX_TOKENS: Final = 512
@@ -94,7 +95,12 @@ class Lane:
 
     def record(self, pair: PairPaths, pace: Emulation) -> list[Trace]:
         """The traces, of a verifier and a draft of its own."""
-        with open_paced(pair, pace) as (url, drafter):
+        runtime, num_ids = open_draft(pair.draft)
+        paced = cast(SequenceRuntime, Paced(runtime, pace))
+        with (
+            closing(ModelDrafter(paced, num_ids)) as drafter,
+            emulated_cloud(pace, None, ("--target", str(pair.target))) as url,
+        ):
             return asyncio.run(self.listen(url, drafter))
 
     async def listen(self, url: str, drafter: Drafter) -> list[Trace]:

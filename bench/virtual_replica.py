@@ -145,7 +145,7 @@ def simulate(machine: Machine, way: str, count: int, devices: Field) -> Outcome:
     verifier = Verifier(
         lambda sequences, tokens: machine.step_s(round(each * sequences), round(each * tokens)),
         num_played,
-        host_s=lambda passes, tokens, step_s: machine.host.after(way, each * passes, step_s),
+        host_s=lambda passes, step_s: machine.host.after(way, each * passes, step_s),
         beside_s=(lambda some: gamma * machine.draft_s(round(each * some))) if way == BESIDE else None,
     )
     verifier.knows_steps(1 + MOST_GAMMA)
@@ -153,6 +153,10 @@ def simulate(machine: Machine, way: str, count: int, devices: Field) -> Outcome:
     seeds, calibration = random.Random(devices.seed), Calibration()
     shift, half_s, jitter_s = seeds.randrange(len(RANKS.picked)), devices.rtt_ms / 2e3, devices.jitter_ms / 1e3
     peers = list[Peer]()
+
+    def link() -> Link:
+        return Link(half_s, jitter_s, random.Random(seeds.random()))
+
     for number in range(num_played):
         device, estimates = None, Estimates()
         estimates.calibration = calibration  # what one device learns in a long time, all learn in a short
@@ -167,7 +171,7 @@ def simulate(machine: Machine, way: str, count: int, devices: Field) -> Outcome:
                 device,
                 Drafting.BESIDE if way == BESIDE else Drafting.ON,
                 Core(devices.draft_ms / 1e3),
-                links=(Link.of(half_s, jitter_s, seeds.random()), Link.of(half_s, jitter_s, seeds.random())),
+                links=(link(), link()),
                 stands_for=each,
             )
         )

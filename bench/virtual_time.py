@@ -35,8 +35,8 @@ from outrider.models.wire.tree_draft import decode_tree
 
 StepTime = Callable[[int, int], float]
 """Seconds of a step of so many sequences with so many tokens in all."""
-HostTime = Callable[[int, int, float], float]
-"""Seconds of the server after a step of so many passes and tokens, which itself took so many seconds."""
+HostTime = Callable[[int, float], float]
+"""Seconds of the server after a step of so many passes, which itself took so many seconds."""
 
 VOCAB_SIZE: Final = 4096
 _BLOCK_SIZE: Final = 16
@@ -101,12 +101,11 @@ class KnownTexts:
         self.texts: Sequence[Text] = (Text(()),)
         self._timeline, self.step_s = timeline, step_s
         self._number_of: dict[int, int] = {}  # by its first block
-        self.num_steps = self.num_tokens = 0
+        self.num_steps = 0
 
     def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[int]:
         """What the target picks, after the step's time."""
         self.num_steps += 1
-        self.num_tokens = sum(len(item.tokens) for item in batch)
         picks: list[int] = []
         for item in batch:
             if item.past == 0:
@@ -116,7 +115,7 @@ class KnownTexts:
             picked = text.tokens[max(0, end - item.num_rows) : max(0, end)] if item.num_rows else ()
             picks += picked
             picks += [0] * (item.num_rows - len(picked))  # past the end, or of the calibration
-        self._timeline.run_until(self._timeline.now + self.step_s(len(batch), self.num_tokens))
+        self._timeline.run_until(self._timeline.now + self.step_s(len(batch), sum(len(item.tokens) for item in batch)))
         return picks
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray:  # type: ignore[type-arg]
@@ -129,17 +128,15 @@ class KnownTexts:
 
 @dataclass(slots=True)
 class Link:
-    """Messages one way: each takes half a round trip and, on average, the jitter; none overtakes another."""
+    """Messages one way: each takes half a round trip and, on average, the jitter; none overtakes another.
+
+    chance: of its own jitter.
+    """
 
     half_s: float = 0.0
     jitter_s: float = 0.0
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     _last: float = 0.0
-
-    @classmethod
-    def of(cls, half_s: float, jitter_s: float, seed: float) -> Link:
-        """With jitter of its own."""
-        return cls(half_s, jitter_s, random.Random(seed))
 
     def arrival(self, now: float) -> float:
         """When a message arrives that leaves now."""
@@ -332,7 +329,7 @@ class Verifier:
         step_s: StepTime,
         max_running: int,
         *,
-        host_s: HostTime = lambda passes, tokens, step_s: 0.0,
+        host_s: HostTime = lambda passes, step_s: 0.0,
         policy: Policy = Policy.AUTO,
         beside_s: Callable[[int], float] | None = None,
         message_s: float = 0.0,
@@ -382,7 +379,7 @@ class Verifier:
         wait_s, now = self._engine.step(), self.timeline.now
         if self._runtime.num_steps > num_steps:
             num_passes = self._engine.stats().totals.passes - num_passes
-            self.timeline.run_until(now + self._host_s(num_passes, self._runtime.num_tokens, now - began))
+            self.timeline.run_until(now + self._host_s(num_passes, now - began))
             for peer in peers:
                 peer.send_commits()
             return

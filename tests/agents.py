@@ -51,8 +51,7 @@ class Clock:
     """Seconds that pass only in pauses, which are noted, and as a test says."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.pauses: list[float] = []
+        self.now, self.pauses = 0.0, list[float]()
 
     def __call__(self) -> float:
         return self.now
@@ -178,11 +177,8 @@ class Pacing:
     """
 
     def __init__(self, rates: FaultRates | None = None, longest_s: float = 0.05, num_sure: int = 0) -> None:
-        self.tried = threading.Event()
-        self._longest_s = longest_s
-        self._num_left = num_sure
-        self._rates = rates or FaultRates()
-        self.failed: list[OutriderError] = []
+        self.tried, self.failed = threading.Event(), list[OutriderError]()
+        self._rates, self._longest_s, self._num_left = rates or FaultRates(), longest_s, num_sure
 
     def wrap(self, client: VerifierClient) -> Posts:
         faulty = FaultyPosts(client, self._rates, seed=5)
@@ -212,8 +208,7 @@ class Spying:
     """Passes drafts on, keeps them, and loses the first ones. on_post: called before each."""
 
     def __init__(self, num_lost: int = 0, on_post: Callable[[], None] = lambda: None) -> None:
-        self.trees: list[TreeDraft] = []
-        self.paths: list[DraftRequest] = []
+        self.trees, self.paths = list[TreeDraft](), list[DraftRequest]()
         self._num_lost, self._on_post = num_lost, on_post
 
     def wrap(self, client: VerifierClient) -> Posts:

@@ -49,14 +49,6 @@ KEYS = {
 CTRL, SHIFT = 2, 8
 
 
-def find_chromium() -> str:
-    """The program; skips the test where there is none."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if (found := shutil.which(name)) is not None:
-            return found
-    pytest.skip("there is no Chromium here: apt-get install chromium")
-
-
 class Browser:
     """A running Chromium. Its answers and events are read by a thread."""
 
@@ -88,11 +80,6 @@ class Browser:
         assert "error" not in answer, f"{method}: {answer.get('error')}"
         result: dict[str, Any] = answer["result"]
         return result
-
-    def events_of(self, session: str, *methods: str) -> list[dict[str, Any]]:
-        """The parameters of the events so far."""
-        with self._changed:
-            return [e["params"] for e in self.events if e.get("sessionId") == session and e["method"] in methods]
 
     @contextmanager
     def page(self, width: int = 1280, height: int = 900) -> Iterator[Page]:
@@ -180,13 +167,11 @@ class Page:
 
     def press(self, key: str, modifiers: int = 0) -> None:
         """A key, down and up."""
-        how = dict(KEYS[key])
-        if modifiers & CTRL:
-            how.pop("text", None)
-        kind = "keyDown" if "text" in how else "rawKeyDown"
-        self.call("Input.dispatchKeyEvent", type=kind, modifiers=modifiers, **how)
-        how.pop("text", None)
-        self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **how)
+        up = {name: value for name, value in KEYS[key].items() if name != "text"}
+        is_typed = "text" in KEYS[key] and not modifiers & CTRL
+        down = {"type": "keyDown", **KEYS[key]} if is_typed else {"type": "rawKeyDown", **up}
+        for event in (down, {"type": "keyUp", **up}):
+            self.call("Input.dispatchKeyEvent", modifiers=modifiers, **event)
 
     def type(self, text: str) -> None:
         """Text into what has the focus."""
@@ -213,24 +198,22 @@ class Page:
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and violations of the content policy."""
-        found = [
-            str(e["entry"]["text"])
-            for e in self._browser.events_of(self._session, "Log.entryAdded")
-            if e["entry"]["level"] in ("error", "warning")
+        found = [(e["method"], e["params"]) for e in [*self._browser.events] if e.get("sessionId") == self._session]
+        entries = [params["entry"] for method, params in found if method == "Log.entryAdded"]
+        calls = [params for method, params in found if method == "Runtime.consoleAPICalled"]
+        return [
+            *(str(entry["text"]) for entry in entries if entry["level"] in ("error", "warning")),
+            *(str(call["args"]) for call in calls if call["type"] in ("error", "warning", "assert")),
+            *(str(params) for method, params in found if method == "Runtime.exceptionThrown"),
         ]
-        found += [
-            str(e["args"])
-            for e in self._browser.events_of(self._session, "Runtime.consoleAPICalled")
-            if e["type"] in ("error", "warning", "assert")
-        ]
-        found += [str(e) for e in self._browser.events_of(self._session, "Runtime.exceptionThrown")]
-        return found
 
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Starts Chromium with an empty profile."""
-    program = find_chromium()
+    """Starts Chromium with an empty profile; skips the test where there is none."""
+    programs = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    if (program := next(filter(None, programs), None)) is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         ours_in, theirs_out = _pipe()
         theirs_in, ours_out = _pipe()

@@ -52,10 +52,13 @@ class Clock:
 
 
 class Collector:
-    """A sink that keeps its events and checks that commits are contiguous. Other threads may wait for its end."""
+    """A sink that keeps its events and checks that commits are contiguous. Other threads may wait for its end.
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    tokens: the text before the first commit, where a sequence was rewound.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list(tokens)
         self.commits: list[CommitEvent] = []
         self.end: EndEvent | None = None
         self._has_ended = threading.Event()
@@ -150,6 +153,10 @@ class Harness:
         collector = Collector()
         request = flat_request(tuple(prompt), params, max_tokens, stop_ids, **values)
         return self.engine.submit(request, collector), collector
+
+    def texts(self, indices: Iterable[int], max_tokens: int, length: int = 6, **values: Any) -> list[Collector]:
+        """Submits the prompts of these numbers. values: as `submit` takes them."""
+        return [self.submit(prompt_of(i, length), max_tokens, **values)[1] for i in indices]
 
     def finished(self, prompt: Sequence[int], max_tokens: int = 20, **values: Any) -> Collector:
         """Submits a request and runs until nothing is left. values: as `submit` takes them."""

@@ -79,7 +79,10 @@ def plain_text(
 
 
 class FakeBatchRuntime:
-    """`BatchRuntime` of the made-up language."""
+    """`BatchRuntime` of the made-up language. Its masks are right, its blocks can be read and written."""
+
+    why_no_trees: str | None = None
+    why_no_blocks: str | None = None
 
     def __init__(
         self,
@@ -98,30 +101,13 @@ class FakeBatchRuntime:
         on_step: called with the batch at the start of each forward, in its thread: may wait, take time, record, or
           raise.
         """
-        self._limits = ModelLimits(vocab_size, max_positions)
-        self._block_size = block_size
-        self.seed = seed
-        self._seed = np.uint64(seed)
-        self._fail_on_token = fail_on_token
-        self._on_step = on_step
+        self.limits, self.block_size, self.num_blocks = ModelLimits(vocab_size, max_positions), block_size, num_blocks
+        self.block_layout, self.block_bytes = (f"uint64[{block_size}]",), 8 * block_size
+        self.seed, self._seed = seed, np.uint64(seed)
+        self._fail_on_token, self._on_step = fail_on_token, on_step
         self._slots = np.zeros(num_blocks * block_size, np.uint64)  # 0: never written
         self._written_in = np.zeros(num_blocks * block_size, np.int64)  # the last step that wrote here
         self.num_steps = 0
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._limits
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a cache block holds."""
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
-        return self._slots.size // self._block_size
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32. AssertionError on a bad address."""
@@ -130,17 +116,17 @@ class FakeBatchRuntime:
         self.num_steps += 1
         step = lay_out(
             batch,
-            vocab_size=self._limits.vocab_size,
-            max_positions=self._limits.max_positions,
-            block_size=self._block_size,
+            vocab_size=self.limits.vocab_size,
+            max_positions=self.limits.max_positions,
+            block_size=self.block_size,
             num_blocks=self.num_blocks,
         )
         num_new = np.diff(step.subsequence_begins)
-        new = step.slots(self._block_size, step.past_lens, num_new)
+        new = step.slots(self.block_size, step.past_lens, num_new)
         assert np.unique(new).size == new.size, "one slot is written twice in one step"
         self._slots[new] = _packed(step.input_ids, step.position_ids)
         self._written_in[new] = self.num_steps
-        past = step.slots(self._block_size, np.zeros_like(step.past_lens), step.past_lens)
+        past = step.slots(self.block_size, np.zeros_like(step.past_lens), step.past_lens)
         assert (self._written_in[past] != self.num_steps).all(), "a sequence's past is overwritten in the same step"
         assert self._slots[past].all(), "a slot is attended that was never written"
         past_begins = begins(step.past_lens)
@@ -148,46 +134,26 @@ class FakeBatchRuntime:
         past_sums = np.diff(_running(_values(self._slots[past], indices))[past_begins])
         new_values = _values(self._slots[new], step.position_ids)
         contexts = self._attended_new(step, new_values, num_new) + np.repeat(past_sums, num_new) + self._seed
-        logits = _logits(contexts[step.logit_rows], self._limits.vocab_size)
+        logits = _logits(contexts[step.logit_rows], self.limits.vocab_size)
         if self._fail_on_token is not None:
             failed = [np.full(item.num_rows, item.tokens[-1] == self._fail_on_token) for item in batch]
             logits[np.concatenate(failed)] = np.nan
         return logits
-
-    @property
-    def why_no_trees(self) -> str | None:
-        """None: its masks are right."""
-        return None
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots to slots. AssertionError for a source that was never written."""
         assert self._slots[list(sources)].all(), "a slot is moved that was never written"
         self._slots[list(targets)] = self._slots[list(sources)]
 
-    @property
-    def why_no_blocks(self) -> str | None:
-        """None: they can be read and written."""
-        return None
-
-    @property
-    def block_layout(self) -> tuple[str, ...]:
-        """Type and shape of a block."""
-        return (f"uint64[{self._block_size}]",)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return 8 * self._block_size
-
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """The bytes of these blocks. AssertionError for a slot that was never written."""
-        slots = self._slots.reshape(-1, self._block_size)[list(blocks)]
+        slots = self._slots.reshape(-1, self.block_size)[list(blocks)]
         assert slots.all(), "a slot is read that was never written"
         return slots.view(np.uint8)
 
     def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         """Writes what `read_blocks` gave."""
-        self._slots.reshape(-1, self._block_size)[list(blocks)] = np.ascontiguousarray(data).view(np.uint64)
+        self._slots.reshape(-1, self.block_size)[list(blocks)] = np.ascontiguousarray(data).view(np.uint64)
 
     @staticmethod
     def _attended_new(step: RaggedStep, values: NDArray[np.uint64], num_new: NDArray[np.integer]) -> NDArray[np.uint64]:
@@ -237,11 +203,8 @@ class FakeSequenceRuntime(OneSequence):
         if not 0.0 <= agreement <= 1.0:
             raise ConfigError(f"agreement is {agreement}; expected 0 to 1")
         super().__init__(ModelLimits(vocab_size, max_positions))
-        self._seed = np.uint64(seed)
-        self._agreement = agreement
-        self._on_step = on_step
-        self._on_branches = on_branches
-        self._max_branches = max_branches
+        self._seed, self._agreement, self.max_branches = np.uint64(seed), agreement, max_branches
+        self._on_step, self._on_branches = on_step, on_branches
         self._sums = np.zeros(max_positions + 1, np.uint64)  # of the first 0, 1, 2, ... tokens
         self.is_closed = False
         self.opened: list[FakeSequenceRuntime] = []
@@ -255,7 +218,7 @@ class FakeSequenceRuntime(OneSequence):
             agreement=self._agreement,
             on_step=self._on_step,
             on_branches=self._on_branches,
-            max_branches=self._max_branches,
+            max_branches=self.max_branches,
         )
         self.opened.append(another)
         return another
@@ -271,19 +234,9 @@ class FakeSequenceRuntime(OneSequence):
         row: NDArray[np.float32] = self._rows(self._sums[end : end + 1])[0]
         return row
 
-    @property
-    def max_branches(self) -> int:
-        """Branches that one call takes at most."""
-        return self._max_branches
-
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32."""
-        if self._on_branches is not None:
-            self._on_branches(branches)
-        assert 0 < len(branches) <= self._max_branches, f"{len(branches)} branches"
-        for branch in branches:
-            self._check_new(branch)
-        return self._rows(np.concatenate([self._sums_with(branch)[-1:] for branch in branches]))
+        return self.extend_branches_of([(self, branches)])
 
     def extend_branches_of(
         self, groups: Sequence[tuple[SequenceRuntime, Sequence[Sequence[int]]]]
@@ -291,15 +244,14 @@ class FakeSequenceRuntime(OneSequence):
         """As `extend_branches` for each of these sequences, one group after the other."""
         if self._on_branches is not None:
             self._on_branches([branch for _, branches in groups for branch in branches])
-        rows: list[NDArray[np.float32]] = []
+        num_branches, rows = sum(len(branches) for _, branches in groups), []
+        assert 0 < num_branches <= self.max_branches, f"{num_branches} branches"
         for sequence, branches in groups:
             assert isinstance(sequence, FakeSequenceRuntime)
             for branch in branches:
                 sequence._check_new(branch)
             rows.append(sequence._rows(np.concatenate([sequence._sums_with(branch)[-1:] for branch in branches])))
-        joined = np.concatenate(rows)
-        assert len(joined) <= self._max_branches, f"{len(joined)} branches"
-        return joined
+        return np.concatenate(rows)
 
     def _sums_with(self, tokens: Sequence[int]) -> NDArray[np.uint64]:
         """The sums after each of `tokens`, which follow the sequence."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from outrider.edge.link.sender import Posts
 from outrider.models.client.errors import EndpointLost
 from outrider.models.client.messages import DraftMessage
-from outrider.models.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +22,6 @@ class FaultRates:
     duplicate: float = 0.0
     delay: float = 0.0
     max_delay_s: float = 0.05
-
-    def __post_init__(self) -> None:
-        for name in ("drop", "duplicate", "delay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a chance, 0 to 1")
 
 
 class FaultyPosts:

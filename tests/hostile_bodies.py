@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate
 
 MAX_BYTES = 1 << 20
 """A server's default limit."""
@@ -37,15 +37,10 @@ def numbered(head: bytes, element: bytes, tail: bytes) -> Callable[[int], bytes]
     """As many elements as fit, with %d replaced by 0, 1, 2, ..."""
 
     def make(max_bytes: int) -> bytes:
-        parts: list[bytes] = []
         room = max_bytes - len(head) - len(tail)
-        for number in count():
-            part = element % number
-            room -= len(part) + 1
-            if room < 0:
-                return head + b",".join(parts) + tail
-            parts.append(part)
-        raise AssertionError
+        parts = [element % number for number in range(room // len(element))]
+        ends = accumulate(len(part) + 1 for part in parts)
+        return head + b",".join(part for part, end in zip(parts, ends, strict=True) if end <= room) + tail
 
     return make
 

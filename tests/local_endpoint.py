@@ -159,12 +159,6 @@ def body(max_tokens: int = 48, **fields: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, **SAMPLED, **fields}
 
 
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer."""
-    error: dict[str, Any] = answer.json()["error"]
-    return error
-
-
 @dataclass
 class ServeProcess:
     """`outrider serve` as a process; out and log are there at its end."""

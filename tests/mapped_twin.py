@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,9 +120,9 @@ def assert_alike(found: Row, twin: PlainTwin, ids: Sequence[int]) -> None:
     assert not np.isfinite(found[np.isneginf(plain)]).any()
 
 
-def fake(kind: str, max_branches: int = 8, max_positions: int = 512) -> FakeSequenceRuntime:
+def fake(kind: str, max_branches: int = 8, max_positions: int = 512, **calls: Any) -> FakeSequenceRuntime:
     size = MAPS[kind].num_tokens + 3  # a model's vocabulary is often padded
-    return FakeSequenceRuntime(vocab_size=size, max_positions=max_positions, max_branches=max_branches)
+    return FakeSequenceRuntime(vocab_size=size, max_positions=max_positions, max_branches=max_branches, **calls)
 
 
 def row_of(kind: str) -> Callable[[Sequence[int]], Row]:

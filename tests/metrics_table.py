@@ -128,16 +128,12 @@ def table(found: list[Metric]) -> str:
 
 def _row(family: Metric) -> str:
     short = family.name.removeprefix("outrider_")
-    labels = ", ".join(f"`{name}`" for name in sorted(_labels(family)))
+    labels = ", ".join(f"`{name}`" for name in sorted({name for s in family.samples for name in s.labels} - {"le"}))
     unit = _TOLD.get(short) or next((unit for end, unit in _UNITS if short.endswith(end)), "count")
     theirs = IN_VLLM.get(short)
     same = "" if theirs is None else f" [vLLM{f': `{theirs}`' if theirs else ''}]"
     name = family.name + _SUFFIX.get(family.type, "")
     return f"| `{name}` | {family.type} | {labels} | {unit} | {family.documentation}{same} |\n"
-
-
-def _labels(family: Metric) -> Iterator[str]:
-    return iter({name for sample in family.samples for name in sample.labels} - {"le"})
 
 
 def main() -> None:

@@ -71,26 +71,25 @@ def build(
 
 def worst_delta(runtime: OnnxRuntimeSequence, truth: Truth) -> float:
     """Largest difference of a logit over every kind of step that drafting makes, beyond any tiny model's window."""
-    deltas = []
-
-    def compare(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    steps = [  # how much of the text before stays, what is added to it, and whether all its rows are asked for
+        (0, FIRST[:60], True),
+        *((i, FIRST[i : i + 1], False) for i in range(60, 66)),
+        (66, FIRST[66:74], True),
+        (74, FIRST[74:90], False),
+        (70, SECOND[:6], True),
+        (76, SECOND[6:7], False),
+        (25, SECOND[:50], True),  # into the prompt
+        (0, SECOND, True),
+    ]
+    deltas, text = [], list[int]()
+    for num_kept, tokens, has_all in steps:
+        runtime.truncate(num_kept)
+        text = [*text[:num_kept], *tokens]
+        found = runtime.extend_rows(tokens) if has_all else runtime.extend(tokens)[None]
+        # What begins as the first text does has its logits.
+        expected = truth(FIRST if text == FIRST[: len(text)] else text)[len(text) - len(found) : len(text)]
         assert found.dtype == np.float32 and found.shape == expected.shape
         deltas.append(float(np.abs(found - expected).max()))
-
-    whole = truth(FIRST)
-    runtime.truncate(0)
-    compare(runtime.extend_rows(FIRST[:60]), whole[:60])
-    for i in range(60, 66):
-        compare(runtime.extend(FIRST[i : i + 1]), whole[i])
-    compare(runtime.extend_rows(FIRST[66:74]), whole[66:74])
-    compare(runtime.extend(FIRST[74:90]), whole[89])
-    runtime.truncate(70)
-    compare(runtime.extend_rows(SECOND[:6]), truth(FIRST[:70] + SECOND[:6])[-6:])
-    compare(runtime.extend(SECOND[6:7]), truth(FIRST[:70] + SECOND[:7])[-1])
-    runtime.truncate(25)  # into the prompt
-    compare(runtime.extend_rows(SECOND[:50]), truth(FIRST[:25] + SECOND[:50])[-50:])
-    runtime.truncate(0)
-    compare(runtime.extend_rows(SECOND), truth(SECOND))
     assert runtime.length == len(SECOND)
     return max(deltas)
 

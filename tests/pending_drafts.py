@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.trie import DraftTrie
+from outrider.cloud.pending.trie import DraftTrie, PendingNode
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 
@@ -51,6 +51,13 @@ def advance(drafts: PendingDrafts, tokens: Sequence[int]) -> int:
     num_looked_up = drafts.follow(tokens, teaches_path=False)
     drafts.settle()
     return num_looked_up
+
+
+def nodes_below(node: PendingNode, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], PendingNode]]:
+    """Every pending node, with its path. path: that of `node` itself."""
+    for token, child in (node.children or {}).items():
+        yield (*path, token), child
+        yield from nodes_below(child, (*path, token))
 
 
 def position_of(trie: DraftTrie, number: int) -> int | None:

@@ -12,24 +12,16 @@ class Simulation:
     """Drafts streamed to a target that waits up to `patience_ms` until it holds `wanted` drafted tokens."""
 
     def __init__(self, setting: Setting, patience_ms: float, wanted: int, window: int = 32, seed: int = 0) -> None:
-        self._setting = setting
-        self._patience_ms = patience_ms
-        self._wanted = wanted
-        self._window = window
-        self._random = random.Random(seed)
-        self._events: list[tuple[float, int, str, object]] = []
-        self._order = 0
-        self._depths: dict[int, int] = {}
+        self._setting, self._patience_ms, self._wanted, self._window = setting, patience_ms, wanted, window
+        self._random, self._depths = random.Random(seed), dict[int, int]()
+        self._events, self._order = list[tuple[float, int, str, object]](), 0
         # The server.
         self._committed = self._passes = 0
-        self._pending: list[bool] = []
-        self._is_busy = False
+        self._pending, self._is_busy = list[bool](), False
         self._deadline: float | None = None
         # The device.
-        self._known = 0
-        self._belief: list[bool] = []
-        self._is_drafting = False
-        self._epoch = 0
+        self._known = self._epoch = 0
+        self._belief, self._is_drafting = list[bool](), False
 
     def run(self, num_tokens: int = 3000) -> tuple[float, float]:
         """ms per token and passes per token."""

@@ -20,18 +20,17 @@ def grown(truth: Sequence[int], kind: str, rng: random.Random, most: int, vocab_
 
     half: half of those on its path. alternatives: all, each behind a wrong sibling and its child. wrong: none.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
+    tokens, parents = list[int](), list[int]()
     on_truth = {-1: 0}  # of the nodes that are: how many tokens of `truth` lead there
 
     def add(parent: int, token: int) -> None:
         if (parent, token) in zip(parents, tokens, strict=True) or len(tokens) >= most:
             return
-        tokens.append(token)
-        parents.append(parent)
         depth = on_truth.get(parent)
         if depth is not None and truth[depth : depth + 1] == [token]:
-            on_truth[len(tokens) - 1] = depth + 1
+            on_truth[len(tokens)] = depth + 1
+        tokens.append(token)
+        parents.append(parent)
 
     def wrong(parent: int) -> int:
         depth = on_truth.get(parent)

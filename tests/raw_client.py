@@ -7,7 +7,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
-from tests.serving import FakeServer
+from tests.serving import PROMPT, FakeServer
 from tests.waiting import TIMEOUT_S
 
 from outrider.models.ingress.connections import ConnectionLimits
@@ -15,19 +15,32 @@ from outrider.models.ingress.connections import ConnectionLimits
 if TYPE_CHECKING:
     from tests.fronts import RunningFront
 
-PROMPT = [5, 17, 99, 3]
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 SESSION = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
 QUICK = ConnectionLimits(header_s=0.05, body_grace_s=0.05, write_s=0.2, linger_s=0.2, handshake_s=0.05)
 ENOUGH = ConnectionLimits(header_s=TIMEOUT_S, body_grace_s=TIMEOUT_S)
 
 
+def address_of(server: FakeServer | RunningFront) -> tuple[str, int]:
+    """Host and port."""
+    host, _, port = server.url.rpartition("/")[2].partition(":")
+    return host, int(port)
+
+
+def unread(server: FakeServer, data: bytes) -> socket.socket:
+    """A client that has sent this, and reads no answer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(address_of(server))
+    connection.sendall(data)
+    return connection
+
+
 class Raw:
     """A client that writes its own bytes."""
 
     def __init__(self, server: FakeServer | RunningFront, connection: socket.socket | None = None) -> None:
-        host, _, port = server.url.rpartition("/")[2].partition(":")
-        self.socket = connection or socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        self.socket = connection or socket.create_connection(address_of(server), timeout=TIMEOUT_S)
         self._stream = self.socket.makefile("rb")
 
     def __enter__(self) -> Raw:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,26 +28,21 @@ def serve_options(words: Sequence[str]) -> dict[str, Any]:
 @contextmanager
 def used_beside(port_file: Path, use: Callable[[str], None]) -> Iterator[None]:
     """Calls `use` with the URL in a thread once the body serves and has written its port; then SIGTERM ends it."""
-    failures: list[BaseException] = []
     has_failed = threading.Event()
 
     def beside() -> None:
         try:
             wait_until(port_file.exists)
             use(f"http://127.0.0.1:{port_file.read_text().strip()}")
-        except BaseException as error:
-            failures.append(error)
-        if not has_failed.is_set():
-            signal.raise_signal(signal.SIGTERM)
+        finally:
+            if not has_failed.is_set():
+                signal.raise_signal(signal.SIGTERM)
 
-    thread = threading.Thread(target=beside)
-    thread.start()
-    try:
-        yield
-    except BaseException:
-        has_failed.set()  # nobody would handle the signal
-        raise
-    finally:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(beside)
+        try:
+            yield
+        except BaseException:
+            has_failed.set()  # nobody would handle the signal
+            raise
+    used.result()

@@ -58,8 +58,14 @@ TURNS_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
 """Ends each turn with the end token, as most templates do: what follows an answer begins with what was before it."""
+PROMPT = [5, 17, 99, 3]
+ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
+"""Keys."""
 JSON = {"content-type": "application/json"}
 """For bodies that are posted as bytes."""
+PROMPT = [5, 17, 99, 3]
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
+"""Asks for 24 tokens, greedily."""
 
 
 def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> None:

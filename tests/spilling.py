@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,7 @@ TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 4]
 class SpillHarness(Harness):
     """An engine that spills; its blocks arrive from a thread, so a run waits for what is being read."""
 
-    def __init__(
-        self,
-        place: Path,
-        *,
-        always: bool = False,
-        target: str = "t",
-        max_parked: int = 256,
-    ) -> None:
+    def __init__(self, place: Path, *, always: bool = False, target: str = "t", max_parked: int = 256) -> None:
         spill = SpillConfig(place, target, always=always)
         super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
         self.swap = self.engine._swap
@@ -64,25 +58,17 @@ class SpillHarness(Harness):
     def submit(self, prompt: Sequence[int], *given: Any, **options: Any) -> tuple[int, Collector]:
         """As the routes do: looks on disk first."""
         name, owner, salt = options.get("prefix_hash"), options.get("owner", b""), options.get("salt", b"")
-        found: list[object] = []
-        looked = threading.Event()
-
-        def done(stored: object) -> None:
-            found.append(stored)
-            looked.set()
-
-        if name is not None and self.engine.seek(
-            owner, flat_request((), SAMPLED, 1, salt=salt).asker.name_of(name), done
-        ):
-            assert looked.wait(30.0)
-        return super().submit(prompt, *given, stored=found[0] if found else None, **options)
+        found, stored, asker = SimpleQueue[Any](), None, flat_request((), SAMPLED, 1, salt=salt).asker
+        if name is not None and self.engine.seek(owner, asker.name_of(name), found.put):
+            stored = found.get(timeout=30.0)
+        return super().submit(prompt, *given, stored=stored, **options)
 
     def keep(self, prompt: tuple[int, ...] = PROMPT, owner: bytes = b"", salt: bytes = b"") -> tuple[str, list[int]]:
         """A finished session that is parked: its name and all its tokens."""
         _, collector = self.submit(prompt, 8, keep=True, owner=owner, salt=salt)
-        tokens = self.text(collector)
-        assert collector.ended.prefix_hash is not None
-        return collector.ended.prefix_hash, [*prompt, *tokens]
+        tokens, name = self.text(collector), collector.ended.prefix_hash
+        assert name is not None
+        return name, [*prompt, *tokens]
 
     def go_on(self, name: str, *, owner: bytes = b"", salt: bytes = b"") -> tuple[list[int], int]:
         """The text that continues a kept prefix, and how many of its prompt's tokens were in the cache."""
@@ -94,11 +80,9 @@ class SpillHarness(Harness):
 def engine(place: Path, **options: object) -> Iterator[SpillHarness]:
     """An engine that is closed at the end, with every block returned."""
     harness = SpillHarness(place, **options)  # type: ignore[arg-type]
-    try:
+    with closing(harness.engine):
         yield harness
         harness.assert_all_returned()
-    finally:
-        harness.engine.close()
     assert not harness.spill._thread.is_alive()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.lora_adapters import CONFIG_NAME, WEIGHTS_NAME, save_safetensors, write_adapter
 from tests.serving import (
+    PROMPT,
     FakeServer,
     Transcript,
     code_of,
@@ -37,7 +38,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.wire.fields import MAX_MODEL_CHARS
 
 ADAPTERS = {"sql": "5" * 16, "law/v2": "6" * 16}
-PROMPT = [5, 17, 80, 12]
+MODELS = (None, *ADAPTERS)
 
 
 @pytest.fixture
@@ -54,11 +55,23 @@ def client(cloud: FakeServer) -> Iterator[httpx.Client]:
 
 def session(client: httpx.Client, model: str | None, **fields: Any) -> Transcript:
     """A whole session of a model; None names none."""
-    named = {} if model is None else {"model": model}
-    return run_session(client, {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True} | named | fields)
+    return run_session(client, {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True} | named(model) | fields)
+
+
+def named(model: str | None) -> dict[str, str]:
+    """The field that names a model; None names none."""
+    return {} if model is None else {"model": model}
+
+
+def cards_of(client: httpx.Client) -> list[tuple[str, str | None]]:
+    """The listed models, each with that which it adapts."""
+    return [(card["id"], card.get("parent")) for card in client.get("/v1/models").json()["data"]]
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def test_every_kind_of_request_names_an_adapter(cloud: FakeServer, client: httpx.Client) -> None:
@@ -68,24 +81,14 @@ def test_every_kind_of_request_names_an_adapter(cloud: FakeServer, client: httpx
     assert (facts["name"], facts["target"], facts["adapters"]) == ("fake", own, ADAPTERS)
     assert "adapters" not in client.get("/health/ready").json()  # anybody may ask there
     for model, target in [(None, own), ("fake", own), *ADAPTERS.items()]:
-        named, name = ({}, "fake") if model is None else ({"model": model}, model)
         opened = session(client, model).open
-        assert (opened.model, opened.target) == (name, target)
-        verified = client.post("/v1/verify", json={"items": [{"prefix": PROMPT}], **named}).json()
-        assert (verified["model"], verified["target"]) == (name, target)
-        messages = [{"role": "user", "content": "Hi"}]
-        rendered = client.post("/v1/render", json={"messages": messages, **named}).json()
-        assert (rendered["model"], rendered["target"]) == (name, target)
-        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": messages})):
-            answer = client.post(f"/v1/{path}", json=body | named | {"max_tokens": 2}).json()
-            assert (answer["model"], answer["system_fingerprint"]) == (name, target)
-    listed = client.get("/v1/models").json()["data"]
-    assert [(card["id"], card.get("parent")) for card in listed] == [
-        ("fake", None),
-        ("sql", "fake"),
-        ("law/v2", "fake"),
-    ]
-    assert client.get("/v1/models/law/v2").json() == listed[2]
+        assert (opened.model, opened.target) == (model or "fake", target)
+        for path in ("/v1/verify", "/v1/render", "/v1/completions", "/v1/chat/completions"):
+            answer = client.post(path, json=BODIES[path] | named(model)).json()
+            found = answer["model"], answer.get("target") or answer.get("system_fingerprint")
+            assert found == (model or "fake", target)
+    assert cards_of(client) == [("fake", None), ("sql", "fake"), ("law/v2", "fake")]
+    assert client.get("/v1/models/law/v2").json() == client.get("/v1/models").json()["data"][2]
 
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -101,40 +104,56 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_a_name_that_is_not_served_is_refused(client: httpx.Client, path: str) -> None:
     """Names of no model, paths, names that are not texts, and long ones; no answer repeats what was asked."""
     is_wire = path in ("/v1/sessions", "/v1/verify")
+    absent, invalid = (404, "model_not_found"), (400, "invalid_parameter")
     for name in ("SQL", "sql ", "../sql", "/etc", "fake=sql", "\x00sql", "x" * MAX_MODEL_CHARS):
         answer = client.post(path, json=BODIES[path] | {"model": name})
-        assert code_of(answer) == (404, "model_not_found") and answer.json()["error"]["param"] == "model"
+        assert code_of(answer) == absent and answer.json()["error"]["param"] == "model"
         assert name not in answer.json()["error"]["message"]
     for wrong in (5, True, ["sql"], {"sql": 1}):
-        assert code_of(client.post(path, json=BODIES[path] | {"model": wrong})) == (400, "invalid_parameter")
-    for name in ("x" * (MAX_MODEL_CHARS + 1), "x" * 900_000, ""):
+        assert code_of(client.post(path, json=BODIES[path] | {"model": wrong})) == invalid
+    for name in ("x" * (MAX_MODEL_CHARS + 1), "x" * 900_000):
         answer = client.post(path, json=BODIES[path] | {"model": name})
-        expected = (400, "invalid_parameter") if is_wire else (404, "model_not_found")
-        assert (answer.status_code == 200) if not (name or is_wire) else (code_of(answer) == expected)
-        assert len(answer.content) < 4096
-    assert code_of(client.get("/v1/models/other")) == (404, "model_not_found")
+        assert code_of(answer) == (invalid if is_wire else absent) and len(answer.content) < 4096
+    assert client.post(path, json=BODIES[path] | {"model": ""}).status_code == (400 if is_wire else 200)
+    assert code_of(client.get("/v1/models/other")) == absent
 
 
-def test_a_server_without_adapters_has_none() -> None:
-    """The embedded engine's: any name but the model's own is refused."""
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+@pytest.mark.parametrize("is_cascade", [False, True])
+def test_a_server_without_adapters_has_none(cloud: FakeServer, is_cascade: bool) -> None:
+    """The embedded engine's: any name but the model's own is refused. Those of the target that a cascade confirms with
+    are not its own.
+    """
+    with (
+        serve_fake(upstream=cloud.url if is_cascade else None) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         assert client.get("/v1/model").json()["adapters"] == {}
-        assert code_of(client.post("/v1/sessions", json=BODIES["/v1/sessions"] | {"model": "sql"}))[0] == 404
+        refused = client.post("/v1/sessions", json=BODIES["/v1/sessions"] | {"model": "sql"})
+        assert code_of(refused) == (404, "model_not_found")
         assert session(client, "fake").open.model == "fake"
         assert "outrider_adapter" not in client.get("/metrics").text
 
 
-def test_the_command_line_refuses_them_where_they_have_no_effect(tmp_path: Path) -> None:
+VLLM_UPSTREAM: dict[str, Any] = {"engine": EngineName.VLLM, "upstream": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": ["a=/tmp"]}, "--lora is for --engine vllm"),
+        ({"ray": False, "spill_mb": 2}, "--spill-mb has no effect without --spill-dir"),
+        ({"ray": True, "spill_mb": 2}, "--spill-mb has no effect without --spill-dir"),
+        (VLLM_UPSTREAM | {"lora": ["a=b"]}, "--lora has no effect on the upstream"),
+        (VLLM_UPSTREAM | {"steady": True}, "--steady has no effect on the upstream"),
+        (VLLM_UPSTREAM | {"allow_tolerance": True}, "--allow-tolerance has no effect on the upstream"),
+        (VLLM_UPSTREAM | {"spill_dir": Path("a")}, "--spill-dir has no effect on the upstream"),
+    ],
+    ids=str,
+)
+def test_the_command_line_refuses_them_where_they_have_no_effect(options: dict[str, Any], message: str) -> None:
     """By name: with the embedded engine, and in front of another verifier. So are others."""
-    with pytest.raises(ConfigError, match=r"--lora is for --engine vllm"):
-        open_target(ServeOptions("reference", lora=[f"a={tmp_path}"]))
-    for is_on_ray in (False, True):
-        with pytest.raises(ConfigError, match=r"--spill-mb has no effect without --spill-dir"):
-            open_target(ServeOptions("b", ray=is_on_ray, spill_mb=2))
-    others: dict[str, Any] = {"steady": True, "allow_tolerance": True, "spill_dir": tmp_path}
-    for name, value in ({"lora": ["a=b"]} | others).items():
-        with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} has no effect on the upstream"):
-            open_target(ServeOptions("b", engine=EngineName.VLLM, upstream="http://127.0.0.1:1", **{name: value}))
+    with pytest.raises(ConfigError, match=message):
+        open_target(ServeOptions("reference", **options))
 
 
 # -- what is kept apart ------------------------------------------------------------------------------------------------
@@ -142,29 +161,27 @@ def test_the_command_line_refuses_them_where_they_have_no_effect(tmp_path: Path)
 
 def test_a_kept_prefix_is_of_use_to_its_model_only(client: httpx.Client) -> None:
     """Sessions and verifications; the hash stays good for the model that it is of."""
-    models = (None, "sql", "law/v2")
-    for model in models:
+    for model in MODELS:
         kept = session(client, model, keep_prefix=True, prompt=[*PROMPT, len(model or "")])
         held = {"prefix_hash": kept.end.prefix_hash, "prompt": [7], "max_tokens": 3}
         item = {"prefix": [9, *PROMPT, len(model or "")]}
-        named = {} if model is None else {"model": model}
-        result = client.post("/v1/verify", json={"items": [item], **named}).json()["results"][0]
+        (result,) = client.post("/v1/verify", json={"items": [item], **named(model)}).json()["results"]
         again = {"items": [{"prefix_hash": result["prefix_hash"]}]}
-        for other in models:
-            if other != model:
-                wrong = {} if other is None else {"model": other}
-                assert code_of(client.post("/v1/sessions", json=held | wrong)) == (409, "prefix_not_held")
-                assert code_of(client.post("/v1/verify", json=again | wrong)) == (409, "prefix_not_held")
+        for other in MODELS:
+            for path, body in (("/v1/sessions", held), ("/v1/verify", again)):
+                if other != model:
+                    assert code_of(client.post(path, json=body | named(other))) == (409, "prefix_not_held")
         assert session(client, model, **held).end.usage.cached_prompt_tokens > 0
-        assert client.post("/v1/verify", json=again | named).status_code == 200
+        assert client.post("/v1/verify", json=again | named(model)).status_code == 200
 
 
 def test_nothing_cached_is_shared_between_models(client: httpx.Client) -> None:
     """Of a prompt's keys and values, in the embedded engine too."""
     prompt = [1 + at % 200 for at in range(80)]
-    cached = [session(client, model, prompt=prompt).end.usage.cached_prompt_tokens for model in (None, "sql", "law/v2")]
-    assert cached == [0, 0, 0]
-    assert all(session(client, m, prompt=prompt).end.usage.cached_prompt_tokens for m in (None, "sql", "law/v2"))
+    first, again = (
+        [session(client, model, prompt=prompt).end.usage.cached_prompt_tokens for model in MODELS] for _ in range(2)
+    )
+    assert first == [0, 0, 0] and all(again)
 
 
 def test_an_earlier_text_drafts_for_its_model_only() -> None:
@@ -175,10 +192,8 @@ def test_an_earlier_text_drafts_for_its_model_only() -> None:
         httpx.Client(base_url=server.url) as client,
     ):
         for salt in ({}, {"cache_salt": "a"}):
-            for model in (None, "sql", "law/v2"):
-                assert session(client, model, **salt).open.recent_tokens is None
-            for model in (None, "sql", "law/v2"):
-                assert session(client, model, **salt).open.recent_tokens == 12
+            for expected in (None, 12):
+                assert {session(client, model, **salt).open.recent_tokens for model in MODELS} == {expected}
 
 
 def test_no_salt_of_a_client_is_an_adapters() -> None:
@@ -187,10 +202,11 @@ def test_no_salt_of_a_client_is_an_adapters() -> None:
     other = NamedModel("law", "6" * 16, "law")
     salts = ["", "a", "5" * 16, "\ud7ff\xff", "\xff" + "5" * 16, "5" * 16 + "a"]
     askers = [model.asker(b"owner", salt) for model in (base, sql, other) for salt in salts]
-    assert len({asker.salt for asker in askers}) == len({asker.client for asker in askers}) == len(askers)
+    for kept_apart in ({each.salt for each in askers}, {each.client for each in askers}):
+        assert len(kept_apart) == len(askers)
     assert len({asker.name_of("h") for asker in askers}) == len(askers)
     assert base.asker(b"owner").salt == b"" and base.asker(b"owner", None) == base.asker(b"owner", "")
-    assert all(asker.owner == b"owner" for asker in askers)
+    assert {asker.owner for asker in askers} == {b"owner"}
 
 
 # -- what is read, what names it, and the room that vLLM makes for it --------------------------------------------------
@@ -312,18 +328,17 @@ def test_each_name_is_given_once(model: Path, tmp_path: Path) -> None:
         read_adapters([*many, f"b={path}"], model, [], is_v2=False)
 
 
-def test_embeddings_are_adapted_transposed(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ids", "outcome"), [(9, nullcontext()), (6, pytest.raises(ConfigError, match="another model"))]
+)
+def test_embeddings_are_adapted_transposed(model: Path, tmp_path: Path, num_ids: int, outcome: Any) -> None:
     """A of [rank, vocabulary] and B of [width, rank], as PEFT has them."""
     path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
     name = "base_model.model.model.embed_tokens.lora_embedding_"
-    for num_ids, is_right in ((9, True), (6, False)):
-        factors = {f"{name}A": np.zeros((2, num_ids), np.float32), f"{name}B": np.zeros((6, 2), np.float32)}
-        save_safetensors(path / WEIGHTS_NAME, factors)
-        if is_right:
-            assert read_adapters([f"a={path}"], model, [], is_v2=True)
-        else:
-            with pytest.raises(ConfigError, match="another model"):
-                read_adapters([f"a={path}"], model, [], is_v2=True)
+    factors = {f"{name}A": np.zeros((2, num_ids), np.float32), f"{name}B": np.zeros((6, 2), np.float32)}
+    save_safetensors(path / WEIGHTS_NAME, factors)
+    with outcome:
+        assert read_adapters([f"a={path}"], model, [], is_v2=True)
 
 
 def test_vllm_makes_room_for_all_adapters() -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,16 +33,9 @@ from outrider.models.wire.verify import VerifyAnswer, VerifyRequest
 KEY = "sixteen-characters"
 DOCUMENT = document()
 SECTION = re.compile(r"^## ((?:GET|POST|DELETE) \S+)\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
+SECTIONS = dict(SECTION.findall(PAGE.read_text(encoding="utf-8")))
 SESSION = "POST /v1/sessions"
 IN_A_SESSION = ("POST /v1/sessions/{session_id}/drafts", "DELETE /v1/sessions/{session_id}")
-
-
-def lines_of_the_page() -> dict[str, str]:
-    """The curl line of each section of docs/api.md."""
-    found = {}
-    for name, text in SECTION.findall(PAGE.read_text(encoding="utf-8")):
-        (found[name],) = re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL)
-    return found
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -53,10 +45,9 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_the_page_has_every_endpoint_and_every_field_of_its_messages() -> None:
     """A section each; an endpoint without a curl line is refused by name."""
-    sections = dict(SECTION.findall(PAGE.read_text(encoding="utf-8")))
     for path, operations in DOCUMENT["paths"].items():
         for method, operation in operations.items():
-            text = sections[f"{method.upper()} {path}"]
+            text = SECTIONS[f"{method.upper()} {path}"]
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 name = content["schema"].get("$ref", "").rpartition("/")[2]
                 for field in DOCUMENT["components"]["schemas"][name]["properties"] if name else ():
@@ -71,12 +62,6 @@ def test_the_page_has_every_endpoint_and_every_field_of_its_messages() -> None:
 
 def test_the_document_names_the_error_codes_that_the_protocol_explains() -> None:
     """Each code of docs/protocol.md is at an endpoint with its status, and the other way round."""
-    explained = set()
-    for line in (PAGE.parent / "protocol.md").read_text(encoding="utf-8").splitlines():
-        if row := re.match(r"\| ((?:`[a-z_]+`(?:, )?)+) \| ([\d, a-z]+) \|", line):
-            explained |= {
-                (code, status) for code in re.findall(r"\w+", row[1]) for status in re.findall(r"\d+", row[2])
-            }
     named = {
         (code, status)
         for operations in DOCUMENT["paths"].values()
@@ -87,43 +72,33 @@ def test_the_document_names_the_error_codes_that_the_protocol_explains() -> None
     }
     named |= {(code, str(status)) for status, codes in shared_codes(needs_key=True).items() for code in codes}
     both_rows = {("not_found", "405"), ("method_not_allowed", "404")}  # two codes and two statuses in one row
-    assert explained - both_rows == named
+    assert EXPLAINED - both_rows == named
 
 
 @pytest.mark.skipif(shutil.which("curl") is None or shutil.which("sh") is None, reason="curl is not installed")
 def test_the_pages_curl_lines_are_answered(tmp_path: Path) -> None:
     """Each as it stands on the page, with a status that the document gives for success."""
     make_draft(tmp_path / "cpu-int8")
-    gate = StepGate()
-    lines = lines_of_the_page()
+    found = {name: re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL) for name, text in SECTIONS.items()}
+    lines = {name: line for name, (line,) in found.items()}
     assert lines.keys() == CURL.keys()
-    with serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path, gate=gate) as server:
+    with serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path, gate=StepGate()) as server:
         variables = {"URL": server.url, "KEY": KEY, "MODEL": "fake", "DRAFT": "cpu-int8", "no_proxy": "*"}
-        stream = ["sh", "-c", lines[SESSION]]
+        stream = ["sh", "-c", lines.pop(SESSION)]
         with subprocess.Popen(stream, env=variables, stdout=subprocess.PIPE, text=True) as session:
             assert session.stdout is not None
-            events = events_of(session.stdout)
+            events = (json.loads(line.removeprefix("data: ")) for line in session.stdout if line.startswith("data: "))
             variables["SESSION"] = next(events)["session"]
             for name in IN_A_SESSION:  # nothing is committed while the gate is closed
-                assert run(lines[name], variables)[0] == "204"
-            gate.open()
-            assert list(events)[-1]["reason"] == "cancelled"
-            assert session.wait() == 0
-        for name, line in lines.items():
-            if name not in (SESSION, *IN_A_SESSION):
-                method, path = name.split()
-                status, body = run(line, variables)
-                answers = DOCUMENT["paths"][path][method.lower()]["responses"]
-                assert status[0] == "2" and status in answers, f"{name}: {status} {body}"
-                assert body
+                assert run(lines.pop(name), variables)[0] == "204"
+            server.gate.open()
+            assert list(events)[-1]["reason"] == "cancelled" and session.wait() == 0
         assert run(lines["GET /v1/model"], variables | {"KEY": "another-key-altogether"})[0] == "401"
-
-
-def events_of(lines: Iterator[str]) -> Iterator[dict[str, str]]:
-    """The events of a stream."""
-    for line in lines:
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
+        for name, line in lines.items():
+            method, path = name.split()
+            status, body = run(line, variables)
+            answers = DOCUMENT["paths"][path][method.lower()]["responses"]
+            assert status[0] == "2" and status in answers and body, f"{name}: {status} {body}"
 
 
 def run(line: str, variables: dict[str, str]) -> tuple[str, str]:
@@ -138,6 +113,13 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
+EXPLAINED = {
+    (code, status)
+    for codes, statuses in re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| ([\d, a-z]+) \|", TEXT, re.MULTILINE)
+    for code in re.findall(r"\w+", codes)
+    for status in re.findall(r"\d+", statuses)
+}
+"""The codes of errors that the table has, each with its statuses."""
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
 # Made from an HTTP status in models/outrider/models/http/errors.py, or by a route below the framework.
 FROM_STATUS = {"invalid_request"}
@@ -163,17 +145,13 @@ def test_examples_are_messages(message: type[BaseModel], example: str) -> None:
 
 def test_the_example_of_a_stream_is_one() -> None:
     """Every event parses, no key is unknown; bases of the first four add up, and their end has all of the usage."""
+    shown = [json.loads(event) for event in EVENTS]
     every = [parse_event(event) for event in EVENTS]
-    assert [event.type for event in every] == [
-        *("open", "commit", "commit", "end", "commit", "commit", "end"),
-        *("commit", "taken"),
-    ]
-    for event, shown in zip(every, EVENTS, strict=True):
-        assert event.model_dump(mode="json", exclude_unset=True) == json.loads(shown)
-    events = every[:4]
-    first, second = (json.loads(event) for event in EVENTS[1:3])
-    assert second["base"] == first["base"] + len(first["tokens"])
-    end = events[-1]
+    kinds = ("open", "commit", "commit", "end", "commit", "commit", "end", "commit", "taken")
+    assert tuple(event.type for event in every) == kinds
+    assert [event.model_dump(mode="json", exclude_unset=True) for event in every] == shown
+    assert shown[2]["base"] == shown[1]["base"] + len(shown[1]["tokens"])
+    end = every[3]
     assert isinstance(end, SessionEnd) and end.usage.model_fields_set == set(Usage.model_fields)
     assert end.usage.completion_tokens == end.usage.target_passes + end.usage.accepted_prediction_tokens
 
@@ -184,7 +162,5 @@ def test_every_error_code_is_in_the_table() -> None:
     folders = (ROOT / "cloud", models / "http", models / "ingress", models / "grammar")
     sources = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
     raised = {code for source in sources for code in RAISED.findall(source)}
-    rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| [\d, a-z]+ \|", TEXT, re.MULTILINE)
-    documented = {code for row in rows for code in re.findall(r"`([a-z_]+)`", row)}
-    assert documented - FROM_STATUS == raised
-    assert documented >= FROM_STATUS
+    documented = {code for code, _ in EXPLAINED}
+    assert documented - FROM_STATUS == raised and documented >= FROM_STATUS

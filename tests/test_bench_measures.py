@@ -17,19 +17,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench import one_machine
 from bench.attacks.exchange import values_of
 from bench.beside import Written
-from bench.capacity import Costs, Found, saturated_rate
-from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses
+from bench.capacity import Costs, Found
+from bench.load import AUTO, CLOUD_ONLY, Cell, Figures, misses
 from bench.load_devices import Session
+from bench.one_machine import Found as Way
 from bench.one_machine import gaps_ms, likelihoods, own_text
 from bench.pairs import PAIR_OPTIONS, open_pair
 from bench.peer_drafts import LLAMA_SERVER
 from bench.peer_engines import Batch, Done, Run
 from bench.peer_processes import PeerCommand, PeerFailed
 from bench.peer_servers import StreamedText, done_of, read_stream
-from bench.peers import Comparison, compare
+from bench.peers import compare
 from bench.processes import Program, remote, started, turn_of
 from bench.report import parser
 from bench.verifier import VLLM, Verifier, make_verifier
@@ -48,34 +48,31 @@ def test_figures_are_taken_while_all_sessions_run() -> None:
     """What comes before the last first commit and after the first end does not count, except for the passes."""
     first = Session([(0.0, (1,)), (1.0, (2, 3)), (2.0, (4,)), (3.0, (5, 6))])
     second = Session([(1.0, (1,)), (2.0, (2, 3, 4)), (6.0, (5, 6))])
-    found = Figures.of([first, second])
-    assert found.tokens_per_s == (1 + 2 + 3) / 2.0  # from second 1 to second 3
-    assert found.passes == 5 / 10
-    assert found.gaps_ms == (1000.0, 1000.0, 1000.0)
-    with pytest.raises(ValueError, match="raise --max-tokens"):
-        Figures.of([Session([(0.0, (1,))]), Session([(0.0, (1,))])])
-
-
-@pytest.mark.parametrize(
-    ("speed_ups", "expected"),
-    [({1: 1.8, 4: 1.2}, None), ({1: 0.9}, 1.0), ({4: 1.5, 16: 0.5}, 8.0), ({1: 2.0, 4: 1.0, 16: 0.8}, 4.0)],
-)
-def test_the_crossover_lies_between_two_measured_numbers(speed_ups: dict[int, float], expected: float | None) -> None:
-    """By the logarithm of the number of sessions."""
-    assert crossover(speed_ups) == (None if expected is None else pytest.approx(expected))
+    # Tokens from second 1 to second 3.
+    assert Figures.of([first, second]) == Figures((1 + 2 + 3) / 2.0, 5 / 10, (1000.0, 1000.0, 1000.0))
+    for sessions in (
+        [Session([(0.0, (1,))]), Session([(0.0, (1,))])],
+        [Session([(0.0, (1,)), (3.0, (2,))]), Session([(2.0, (1,)), (5.0, (2,))])],  # no whole gap in common
+    ):
+        with pytest.raises(ValueError, match="raise --max-tokens"):
+            Figures.of(sessions)
 
 
 def test_limits_hold_at_16_sessions() -> None:
-    """Passes always, tokens/s where the target is bound by memory, texts everywhere."""
+    """Passes and tokens/s where the target is bound by memory, texts everywhere."""
 
-    def cell(rate: float, passes: float, num_different: int = 0) -> Cell:
-        return Cell([Figures(rate, passes, (1.0, 2.0, 3.0))], num_different)
+    def missed(
+        rate: float, passes: float, *, at: int = 16, is_memory_bound: bool = False, differ: int = 0
+    ) -> list[str]:
+        gaps_ms = (1.0, 2.0, 3.0)
+        auto = Cell([Figures(rate, passes, gaps_ms)], differ)
+        cells = {CLOUD_ONLY: Cell([Figures(100.0, 1.0, gaps_ms)], 0), AUTO: auto}
+        return misses({at: cells}, is_memory_bound=is_memory_bound)
 
-    cells = {16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(140.0, 0.51)}}
-    assert [line.split(":")[0] for line in misses(cells, is_memory_bound=False)] == ["16 sessions"]
-    assert len(misses(cells, is_memory_bound=True)) == 2
-    assert misses({16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(150.0, 0.5)}}, is_memory_bound=True) == []
-    assert "texts differ" in misses({4: {VERIFY: cell(1.0, 1.0, 1)}}, is_memory_bound=False)[0]
+    assert missed(140.0, 0.51) == [] and missed(150.0, 0.5, is_memory_bound=True) == []
+    found = missed(140.0, 0.51, is_memory_bound=True)
+    assert [line.split(":")[0] for line in found] == ["16 sessions"] * 2
+    assert "texts differ" in missed(1.0, 1.0, at=4, differ=1)[0]
 
 
 def test_capacity_counts_rounds_after_the_first() -> None:
@@ -89,22 +86,18 @@ def test_capacity_counts_rounds_after_the_first() -> None:
         draft_s=0.4,
     )
     costs = Costs.of([text, text])
-    assert (costs.draft_s, costs.verify_s, costs.gamma) == pytest.approx((0.05, 0.8, 4.0))
-    assert costs.gain == pytest.approx(1.25)
+    assert (costs.draft_s, costs.verify_s, costs.gamma, costs.gain) == pytest.approx((0.05, 0.8, 4.0, 1.25))
     found = Found({"beside": [10.0, 10.0], "devices": [11.0, 11.4]}, [costs])
     assert found.over_beside("devices") == pytest.approx(1.12)
     assert len(found.misses) == 1  # under 0.9 of 1.25
-    clients = [Session([(0.0, (1,)), (2.0, (2, 3))]), Session([(1.0, (1,)), (2.0, (2,)), (4.0, (3,))])]
-    assert saturated_rate(clients) == 3 / 1.0
 
 
 def test_decoding_begins_when_every_text_has_begun() -> None:
     """The rates of an engine, and those of a streamed batch."""
     done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), 8, took_s=4.0, before_s=2.0, num_before=4)
-    assert (done.rate, done.decode_rate) == (2.0, 2.0)
     streamed = done_of([StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))])
-    assert streamed.texts == ("ab", "abcd") and streamed.rate == 8 / 5
-    assert streamed.decode_rate == (2 + 3) / 3
+    assert streamed.texts == ("ab", "abcd")
+    assert (done.rate, done.decode_rate, streamed.rate, streamed.decode_rate) == (2.0, 2.0, 8 / 5, (2 + 3) / 3)
 
 
 def test_a_remote_object_answers_while_it_has_its_turn() -> None:
@@ -148,20 +141,17 @@ def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
     batch = Batch(((1,), (2,)), 2)
     found = compare("x", _run([9.0, 1.0, 1.0, 2.0]), _run([9.0, 1.0, 0.5, 1.0]), batch, 3)
     assert (found.ours, found.peer) == ((4.0, 4.0, 2.0), (4.0, 8.0, 4.0))
-    assert found.ratio == found.decode_ratio == 0.5
-    assert len(found.misses) == 2 and found.num_same == 2
+    assert found.ratio == found.decode_ratio == 0.5 and len(found.misses) == 2 and found.num_same == 2
     assert replace(found, ours=found.peer, ours_decode=found.peer_decode).misses == []
     with pytest.raises(RuntimeUnavailable, match="expected 4"):
         compare("x", _run([1.0], num_tokens=1), _run([1.0]), batch, 1)
-    assert isinstance(found, Comparison)
 
 
 def test_values_of_one_server_and_of_replicas() -> None:
     """A metric's values come with and without labels; other metrics that begin alike do not count."""
     one = "# TYPE held gauge\nheld 3\nheld_bytes 70\n"
     two = 'held{outcome="kept",replica="a"} 3\nheld{outcome="kept",replica="b"} 4.5\nheld{outcome="lost"} 9\n'
-    assert values_of(one, "held") == [3.0]
-    assert values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
+    assert values_of(one, "held") == [3.0] and values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
 
 
 # -- on one machine ----------------------------------------------------------------------------------------------------
@@ -203,47 +193,45 @@ def test_gaps_are_those_within_texts() -> None:
 
 def test_figures_are_of_all_runs() -> None:
     """Rates are of each run, from the request to the last token; shares are sums over sums."""
-    found = one_machine.Found("plain", [[text((1, 2, 3))], [text((1, 2, 3), (1.0, 1.0, 3.0))]])
-    figures = found.figures
-    assert found.rates == [1.5, 1.0] and figures["first_ms"] == 1000.0
-    assert figures["passes"] == pytest.approx(4 / 6) and figures["accepted"] == 0.25 and figures["draft_ms"] == 125.0
+    found = Way("plain", [[text((1, 2, 3))], [text((1, 2, 3), (1.0, 1.0, 3.0))]])
+    expected = {"first_ms": 1000.0, "passes": pytest.approx(4 / 6), "accepted": 0.25, "draft_ms": 125.0}
+    assert found.rates == [1.5, 1.0] and {name: found.figures[name] for name in expected} == expected
 
 
 def test_a_text_is_compared_with_that_of_the_same_target() -> None:
-    ways = {"plain": one_machine.Found("plain", [[text((1, 2, 3)), text((4, 5, 6))]])}
-    assert own_text(one_machine.Found("plain", [[text((1, 2, 3)), text((4, 5, 7))]]), ways) == "1 of 2"
-    assert own_text(one_machine.Found("not there", [[text((1, 2, 3))]]), ways) == ""
+    ways = {"plain": Way("plain", [[text((1, 2, 3)), text((4, 5, 6))]])}
+    for name, last, expected in (("plain", 7, "1 of 2"), ("not there", 6, "")):
+        assert own_text(Way(name, [[text((1, 2, 3)), text((4, 5, last))]]), ways) == expected
 
 
 def test_a_text_of_another_distribution_is_less_likely() -> None:
     """The reference target against ids that say nothing, all equally likely to be drawn."""
-    prompt = tuple(Tokenizer.from_dir(target_dir()).encode("def main():\n    return"))
+    prompt, likely = (
+        tuple(Tokenizer.from_dir(target_dir()).encode(words)) for words in ("def main():\n    return", " self.name")
+    )
     request = GenerationRequest(prompt=prompt, params=SamplingParams(temperature=0.8), max_tokens=3)
-    likely = tuple(Tokenizer.from_dir(target_dir()).encode(" self.name"))
-    ways = {
-        "likely": one_machine.Found("", [[text(likely)]]),
-        "drawn": one_machine.Found("", [[text((4000, 3000, 2000))]]),
-    }
-    found = likelihoods(target_dir(), [request], ways)
+    ways = {"likely": likely, "drawn": (4000, 3000, 2000)}
+    of = {name: Way("", [[text(tokens)]]) for name, tokens in ways.items()}
+    found = likelihoods(target_dir(), [request], of)
     assert 0.0 > found["likely"] > -6.0 > -9.0 > found["drawn"]
-
-
-def peer(stack: ExitStack, **variables: str) -> Written:
-    command = PeerCommand("llama_cpp", PairPaths(Path("draft"), Path("target")), sys.executable, variables)
-    return asyncio.run(command(4, plan_cores(0), 0.0, stack).generate(REQUEST))
 
 
 def test_a_peers_process_streams_its_tokens(tmp_path: Path) -> None:
     """Also one whose server is a child of it. What it cannot open is an error by name."""
-    server = tmp_path / "llama-server"
+    server, models = tmp_path / "llama-server", PairPaths(Path("draft"), Path("target"))
     server.write_text(LLAMA.format(python=sys.executable))
     server.chmod(stat.S_IRWXU)
-    with ExitStack() as stack:
-        found = peer(stack, **{LLAMA_SERVER: str(server)})
-        assert found.tokens == (1, 2, 3) and found.num_accepted == 1 and found.num_passes == 2
-        assert 0.0 < found.arrival_s[0] <= found.arrival_s[1]
-        with pytest.raises(PeerFailed, match="FileNotFoundError"):
-            peer(stack, **{LLAMA_SERVER: str(tmp_path / "none")})
+
+    def written(program: Path) -> Written:
+        command = PeerCommand("llama_cpp", models, sys.executable, {LLAMA_SERVER: str(program)})
+        with ExitStack() as stack:
+            return asyncio.run(command(4, plan_cores(0), 0.0, stack).generate(REQUEST))
+
+    found = written(server)
+    assert (found.tokens, found.num_accepted, found.num_passes) == ((1, 2, 3), 1, 2)
+    assert 0.0 < found.arrival_s[0] <= found.arrival_s[1]
+    with pytest.raises(PeerFailed, match="FileNotFoundError"):
+        written(tmp_path / "none")
 
 
 def test_vllm_runs_by_an_interpreter_of_its_own() -> None:
@@ -251,10 +239,12 @@ def test_vllm_runs_by_an_interpreter_of_its_own() -> None:
     assert make_verifier("embedded", None) == Verifier("embedded", sys.executable)
     verifier = make_verifier(VLLM, sys.executable)
     assert verifier.is_vllm and "dtype=float32" in verifier.options
-    with pytest.raises(ConfigError, match="give its interpreter with --server"):
-        make_verifier(VLLM, None)
-    with pytest.raises(ConfigError, match="there is no interpreter /no/such"):
-        make_verifier(VLLM, "/no/such")
+    for python, message in (
+        (None, "give its interpreter with --server"),
+        ("/no/such", "there is no interpreter /no/such"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_verifier(VLLM, python)
 
 
 def test_what_vllm_cannot_be_compared_with_is_refused() -> None:
@@ -264,13 +254,11 @@ def test_what_vllm_cannot_be_compared_with_is_refused() -> None:
         pass
 
 
-SERVER = f"print({READY_PREFIX!r} + 'http://127.0.0.1:9', flush=True); import time; time.sleep(600)"
+SPEAKS = f"print({READY_PREFIX!r} + 'http://127.0.0.1:9', flush=True); print('x' * (1 << 20), flush=True)"
 
 
-@pytest.mark.skipif(not os.access("/proc/self/autogroup", os.W_OK), reason="sessions have no nice level here")
-def test_a_session_has_the_nice_level_of_its_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where `nice` alone would not reach: Linux shares the processors between sessions first."""
-    for level in (0, 7):
-        monkeypatch.setattr(os, "getpriority", lambda which, who, level=level: level)
-        with started(Program(["-c", SERVER], tmp_path / "log")) as program:
-            assert Path(f"/proc/{program.pid}/autogroup").read_text().split()[-2:] == ["nice", str(level)]
+def test_a_process_that_goes_on_to_speak_is_read(tmp_path: Path) -> None:
+    """More than a pipe holds: it is not stopped by that, and ends."""
+    with started(Program(["-c", SPEAKS], tmp_path / "log")) as program:
+        _, running = psutil.wait_procs([psutil.Process(program.pid)], 60.0)
+        assert running == []

@@ -34,22 +34,18 @@ NO_TIME = Emulation(0.0, 0.0, 0.0)
 PARAMS = SamplingParams(temperature=0.8, seed=3)
 
 
-@pytest.mark.parametrize("stop", [Stop(depth=1), Stop(depth=5), Stop(floor=0.2)], ids=str)
+@pytest.mark.parametrize("stop", [Stop(depth=1), Stop(depth=4), Stop(depth=5), Stop(floor=0.2)], ids=str)
 def test_the_draft_beside_the_target_writes_the_targets_text(stop: Stop) -> None:
-    """However far a round drafts, and in fewer passes than tokens."""
+    """However far a round drafts, and in fewer passes than tokens. Ranks are measured along a given text: one a token,
+    and the draft's own pick counts as rank 0.
+    """
     turns = Turns(*EmulatedPair(NO_TIME)())
     plain = turns.generate([5, 6, 7], PARAMS, 40, Stop(floor=2.0))
     found = turns.generate([5, 6, 7], PARAMS, 40, stop)
     assert found.tokens == plain.tokens and len(found.tokens) == len(found.arrival_s) == 40
     assert found.num_passes + found.num_accepted == 40 and found.num_passes < 40
-
-
-def test_ranks_are_measured_along_the_given_texts() -> None:
-    """One record per token; the draft's own pick counts as rank 0."""
-    turns = Turns(*EmulatedPair(NO_TIME)())
-    written = turns.generate([5, 6, 7], PARAMS, 30, Stop(depth=4))
-    (found,) = turns.ranks([Continuation((5, 6, 7), written.tokens, PARAMS)])
-    assert len(found) == 30 and sum(token.rank == 0 for token in found) >= written.num_accepted
+    (ranks_of,) = turns.ranks([Continuation((5, 6, 7), found.tokens, PARAMS)])
+    assert len(ranks_of) == 40 and sum(token.rank == 0 for token in ranks_of) >= found.num_accepted
 
 
 def emulated_ranks(temperature: float, num_texts: int, num_tokens: int) -> Ranks:
@@ -83,26 +79,21 @@ def test_an_emulated_draft_of_several_nodes_gives_each_branch_its_own_logits() -
     """And its sequence stays as it is."""
     draft, alone = emulated_draft(replace(NO_TIME, nodes_per_call=4)), emulated_draft(NO_TIME)
     assert isinstance(draft, BranchingRuntime) and not isinstance(alone, BranchingRuntime)
-    draft.extend([1, 2])
-    alone.extend([1, 2])
-    rows = draft.extend_branches([[3], [4, 5]])
-    assert draft.length == 2
-    assert (rows[0] == alone.extend([3])).all()
-    alone.truncate(2)
-    assert (rows[1] == alone.extend([4, 5])).all()
+    for each in (draft, alone):
+        each.extend([1, 2])
+    branches = [[3], [4, 5]]
+    for branch, row in zip(branches, draft.extend_branches(branches), strict=True):
+        assert draft.length == 2 and (row == alone.extend(branch)).all()
+        alone.truncate(2)
 
 
-def _text(ms_per_token: float) -> GenerationResult:
-    arrival_s = tuple(index * ms_per_token / 1e3 for index in range(11))
-    return GenerationResult(Mode.STREAM, tuple(range(11)), (Source.TARGET,) * 11, arrival_s, "length", 11, 0, 0, 0)
-
-
-def _comparison(rtt_ms: float, **speed_ups: float) -> Comparison:
-    """A round trip with these speed-ups over a step of 40 ms."""
+def _comparison(rtt_ms: float, path_x: float = 1.5, wrong_x: float = 1.0) -> Comparison:
+    """A round trip with these speed-ups over a step of 40 ms, 1.8 for a tree."""
     cells = {}
-    for name, speed_up in {CLOUD_ONLY: 1.0, **speed_ups}.items():
-        text = _text(40.0 / speed_up)
-        cells[name] = Cell(texts=[text], rates=[rate_of([text.arrival_s])], ratios=[speed_up])
+    for name, speed_up in {CLOUD_ONLY: 1.0, PATH: path_x, TREE: 1.8, WRONG: wrong_x}.items():
+        arrival_s = tuple(index * 0.04 / speed_up for index in range(11))
+        text = GenerationResult(Mode.STREAM, tuple(range(11)), (Source.TARGET,) * 11, arrival_s, "length", 11, 0, 0, 0)
+        cells[name] = Cell(texts=[text], rates=[rate_of([arrival_s])], ratios=[speed_up])
     yardstick = Yardstick(None, rates={"depth": [25.0 * 2.0]})  # type: ignore[arg-type]
     return Comparison(Place(rtt_ms, {}, {}, cells), yardstick, None)
 
@@ -111,14 +102,15 @@ def test_bounds_hold_tree_against_path_and_cloud_only() -> None:
     """1.15 over the path at 50 ms, and the floor for an always-wrong tree. Goals compare with the draft beside the
     target: the line gives the round trip in steps.
     """
-    assert misses(_comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})) == []
-    slow = _comparison(50.0, **{PATH: 1.6, TREE: 1.8, WRONG: 1.0})
-    assert misses(slow) == ["RTT 50 ms: tree over path is 1.125, expected at least 1.15"]
-    wrong = _comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 0.96})
-    assert misses(wrong) == ["RTT 50 ms: an always-wrong tree over cloud-only is 0.960, expected at least 0.97"]
-    (line,) = goals(_comparison(10.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0}))
+    for found, expected in (
+        (_comparison(50.0), []),
+        (_comparison(50.0, path_x=1.6), ["tree over path is 1.125, expected at least 1.15"]),
+        (_comparison(50.0, wrong_x=0.96), ["an always-wrong tree over cloud-only is 0.960, expected at least 0.97"]),
+    ):
+        assert misses(found) == [f"RTT 50 ms: {words}" for words in expected]
+    (line,) = goals(_comparison(10.0))
     assert line.startswith("RTT 10 ms (0.25 steps): tree is 0.900 of") and line.endswith("goal 0.97 missed")
-    assert goals(_comparison(100.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})) == []
+    assert goals(_comparison(100.0)) == []
 
 
 def test_the_overheads_tree_holds_the_right_path_and_nothing_else_that_is_right() -> None:
@@ -173,15 +165,16 @@ def test_second_guesses_are_worth_what_they_hit() -> None:
     """Where the pick is always the second guess, a path gains nothing and a tree nearly as much as a perfect path."""
     second, perfect = made(*[1] * 60), made(*[0] * 60)
     assert simulate(second, TIMES, 10.0, path(PLAN), num_tokens=80).speed_up < 1.01
-    of_second = simulate(second, TIMES, 10.0, PLAN, num_tokens=80).speed_up
-    assert of_second > 0.9 * simulate(perfect, TIMES, 10.0, PLAN, num_tokens=80).speed_up > 3.0
+    of_second, of_perfect = (simulate(each, TIMES, 10.0, PLAN, num_tokens=80).speed_up for each in (second, perfect))
+    assert of_second > 0.9 * of_perfect > 3.0
 
 
 def test_several_nodes_per_call_help_a_slow_draft() -> None:
     """Eight nodes of a call that takes 1.7 times as long, against one."""
     slow = Times(step_ms=30.0, extra_ms=1.0, draft_ms=3.0)
-    one = simulate(ranks(), slow, 25.0, PLAN, num_tokens=200)
-    eight = simulate(ranks(), replace(slow, nodes_per_call=8), 25.0, PLAN, num_tokens=200)
+    one, eight = (
+        simulate(ranks(), times, 25.0, PLAN, num_tokens=200) for times in (slow, replace(slow, nodes_per_call=8))
+    )
     assert eight.speed_up > 1.05 * one.speed_up and eight.drafted > one.drafted
 
 
@@ -197,11 +190,11 @@ def test_the_budget_of_bytes_is_met(budget: float) -> None:
 class Recorded(Device):
     """Keeps the messages that it sends."""
 
-    messages: list[TreeDraft]
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(ranks(), TIMES, 30.0, plan, seed=1)
+        self.messages: list[TreeDraft] = []
 
     def _send(self) -> None:
-        if not hasattr(self, "messages"):
-            self.messages = []
         nodes, first, base = list(self._queue), self.num_sent, self._known
         super()._send()
         parents = [ROOT if node.parent in (None, self.root) else node.parent.number for node in nodes]
@@ -211,12 +204,11 @@ class Recorded(Device):
 @pytest.mark.parametrize("plan", [PLAN, Plan(bytes_per_token=80.0)])
 def test_bytes_are_those_of_the_wire(plan: Plan) -> None:
     """Every message encodes to what was counted, beside its two leading numbers; a parent always goes first."""
-    device = Recorded(ranks(), TIMES, 30.0, plan, seed=1)
+    device = Recorded(plan)
     for committed in range(1, 40):
         device.run(20.0 * committed)
         device.inform(20.0 * committed, committed)
-    known = {ROOT}
-    counted = 0
+    known, counted = {ROOT}, 0
     for message in device.messages:
         for number, parent in enumerate(message.parents, start=message.first):
             assert parent in known

@@ -18,8 +18,7 @@ from tests.tiny_models import make_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 
 from outrider.cloud.server.target import target_identity
-from outrider.models.bundle import bundle as bundles
-from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle, _refuse_misread
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.manifest import (
     Architecture,
@@ -91,8 +90,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> Non
 def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
     """Manifest, model file and tokenizer are the same, and the text of the manifest is stable."""
     opened = Bundle.open(bundle)
-    assert opened.manifest.name == "tiny"
-    assert opened.model_file == bundle / "openvino_model.xml"
+    assert (opened.manifest.name, opened.model_file) == ("tiny", bundle / "openvino_model.xml")
     assert opened.tokenizer().decode([0]) == ""
     assert opened.manifest.to_json() == (bundle / "manifest.json").read_text(encoding="utf-8")
     assert Bundle.open(bundle).manifest.digest == opened.manifest.digest
@@ -172,12 +170,11 @@ def test_one_flipped_bit_is_found_even_after_a_good_opening(bundle: Path, monkey
     """An unchanged file is hashed once a process; the cache of verified files must not hide a later change."""
     Bundle.open(bundle)
     with monkeypatch.context() as patch:
-        patch.setattr(bundles, "hash_file", lambda path: pytest.fail("hashed again"))
+        patch.setattr("outrider.models.bundle.bundle.hash_file", lambda path: pytest.fail("hashed again"))
         Bundle.open(bundle)
     path = bundle / "openvino_model.bin"
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
+    first, *others = path.read_bytes()
+    path.write_bytes(bytes([first ^ 1, *others]))
     os.utime(path, ns=(1, 1))
     with pytest.raises(BundleError, match=r"openvino_model\.bin is altered.*SHA-256"):
         Bundle.open(bundle)
@@ -188,8 +185,7 @@ def test_what_macos_leaves_and_notes_beside_files_are_ignored(bundle: Path) -> N
     """On foreign disks each file gets a twin with its suffix; one that a manifest lists is checked as any other. A note
     beside the files changes nothing: nobody reads it.
     """
-    (bundle / "NOTES.md").write_text("mine", encoding="utf-8")
-    for name in ("._openvino_model.bin", "._tokenizer.json", "._manifest.json", ".DS_Store"):
+    for name in ("NOTES.md", "._openvino_model.bin", "._tokenizer.json", "._manifest.json", ".DS_Store"):
         (bundle / name).write_bytes(b"\0\5\x16\7")
     assert Bundle.open(bundle).tokenizer().size
     (bundle / "._openvino_model.bin").unlink()
@@ -212,10 +208,9 @@ def test_neither_what_macos_leaves_nor_code_is_written(tmp_path: Path) -> None:
 
 def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
     """A wrong path, a model directory, a broken manifest."""
-    with pytest.raises(BundleError, match="not a directory"):
-        Bundle.open(tmp_path / "nowhere")
-    with pytest.raises(BundleError, match="no manifest"):
-        Bundle.open(tmp_path)
+    for path, message in ((tmp_path / "nowhere", "not a directory"), (tmp_path, "no manifest")):
+        with pytest.raises(BundleError, match=message):
+            Bundle.open(path)
     for content in ("{", "[" * 100_000):
         (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
         with pytest.raises(BundleError, match="JSON"):
@@ -227,14 +222,18 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         Bundle.open(tmp_path / "pair")
 
 
+def beside(bundle: Path) -> list[str]:
+    """The bundle and what lies beside it."""
+    return sorted(path.name for path in bundle.parent.iterdir())
+
+
 def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
     """Then as a whole, with nothing left beside it."""
     with pytest.raises(BundleError, match="--overwrite"):
         write(bundle, "second")
     assert Bundle.open(bundle).manifest.name == "tiny"
     write(bundle, "second", overwrite=True)
-    assert Bundle.open(bundle).manifest.name == "second"
-    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+    assert Bundle.open(bundle).manifest.name == "second" and beside(bundle) == ["bundle"]
 
 
 @pytest.mark.parametrize(
@@ -268,32 +267,25 @@ def test_a_killed_writer_is_cleaned_up_by_the_next(bundle: Path, arguments: list
     """Its leftovers are removed, and a bundle that it had set aside is put back."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     killed = subprocess.run([sys.executable, "-c", KILLED, str(bundle), *arguments], env=environment, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert any(".partial-" in path.name for path in bundle.parent.iterdir())
+    assert killed.returncode == -signal.SIGKILL and any(".partial-" in name for name in beside(bundle))
     with BundleWriter(bundle, overwrite=True):
         pass
-    assert Bundle.open(bundle).manifest.name == "tiny"
-    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+    assert Bundle.open(bundle).manifest.name == "tiny" and beside(bundle) == ["bundle"]
 
 
 def test_a_live_writer_keeps_what_it_builds(bundle: Path) -> None:
-    """Another writer of the same destination clears nothing of it, whatever process it is in."""
-    with BundleWriter(bundle, overwrite=True) as first:
-        with BundleWriter(bundle, overwrite=True) as second:
-            assert first.directory.is_dir() and first.directory != second.directory
-        assert first.directory.is_dir()
-    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
-
-
-def test_leftovers_without_a_lock_file_are_cleared(bundle: Path) -> None:
-    """The lock file of a dead writer may be gone: a clean-up was itself killed."""
-    left = bundle.with_name(f".bundle.partial-{'0' * 16}")
-    left.mkdir()
-    other = bundle.with_name(".bundle.partial-notes")
-    other.mkdir()
-    with BundleWriter(bundle, overwrite=True):
-        assert not left.exists()
-    assert sorted(path.name for path in bundle.parent.iterdir()) == [other.name, "bundle"]
+    """Another writer of the same destination clears nothing of it, whatever process it is in. What a dead one left is
+    cleared also without its lock file: a clean-up was itself killed.
+    """
+    left, other = (bundle.with_name(f".bundle.partial-{name}") for name in ("0" * 16, "notes"))
+    for each in (left, other):
+        each.mkdir()
+    with BundleWriter(bundle, overwrite=True) as first, BundleWriter(bundle, overwrite=True) as second:
+        assert first.directory.is_dir() and first.directory != second.directory and not left.exists()
+        with BundleWriter(bundle, overwrite=True):
+            pass
+        assert first.directory.is_dir() and second.directory.is_dir()
+    assert beside(bundle) == [other.name, "bundle"]
 
 
 def test_a_bundle_that_comes_back_is_not_replaced_unasked(bundle: Path) -> None:
@@ -301,8 +293,7 @@ def test_a_bundle_that_comes_back_is_not_replaced_unasked(bundle: Path) -> None:
     bundle.rename(bundle.with_name(f".bundle.old-{'0' * 16}"))
     with pytest.raises(BundleError, match="--overwrite"), BundleWriter(bundle):
         pass
-    assert Bundle.open(bundle).manifest.name == "tiny"
-    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+    assert Bundle.open(bundle).manifest.name == "tiny" and beside(bundle) == ["bundle"]
 
 
 @pytest.mark.parametrize(
@@ -332,13 +323,13 @@ def test_a_bundle_that_an_earlier_exporter_made_wrong_is_refused(
     )
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if message is None:
-        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
+        _refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
         return
     with pytest.raises(BundleError, match=rf"{message}.*again: outrider-export draft org/model --runtime onnxruntime"):
-        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+        _refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
     stage.name = "prefill, beyond the window of 80"
     if family != "gemma2":
-        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+        _refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
 
 
 def test_a_bundle_with_heads_of_an_older_version_opens_and_is_the_same_target() -> None:

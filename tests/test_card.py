@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import shutil
@@ -35,10 +34,21 @@ from outrider.export.report.simulation.ranks import Picked, Ranks
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import Acceptance, AtDepth, Manifest, Timing
+from outrider.models.bundle.manifest import Acceptance, AtDepth, Manifest
 from outrider.models.bundle.speed_up import Setting, stream
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
 from outrider.models.process.machine_load import MachineLoad
+
+OPTIONS = PairOptions(
+    ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+    ExportOptions("target", "fp32", "torch", num_threads=1),
+)
+
+
+@pytest.fixture(scope="module")
+def draft(reference_pair: PairPaths) -> Manifest:
+    """The reference draft's."""
+    return Bundle.open(reference_pair.draft).manifest
 
 
 def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:
@@ -66,9 +76,9 @@ def test_the_targets_times_can_be_given(reference_pair: PairPaths) -> None:
     """The build machine seldom runs the target; a time that is not given scales with the one that is."""
     measured = Bundle.open(reference_pair.target).manifest.report.timing
     assert measured is not None and measured.extra_ms is not None
-    assert TargetTimes.resolve(measured, None, None).step_ms == measured.token_ms
     scaled = TargetTimes.resolve(measured, 2 * measured.token_ms, None)
     assert scaled.extra_ms == pytest.approx(2 * measured.extra_ms) and "as given" in scaled.words
+    assert TargetTimes.resolve(measured, None, None).step_ms == measured.token_ms
     assert TargetTimes.resolve(None, 20.0, 0.5) == TargetTimes(20.0, 0.5, "as given")
     with pytest.raises(ExportError, match="--step-ms"):
         TargetTimes.resolve(None, None, 1.0)
@@ -76,11 +86,11 @@ def test_the_targets_times_can_be_given(reference_pair: PairPaths) -> None:
 
 def test_a_forecast_is_the_prediction_from_the_measured_rounds() -> None:
     """Independent tokens give their own rate back; the curve is that of `prediction`."""
-    found = forecast_for((acceptance(0.7),), 1.5, TargetTimes(40.0, 1.2, "as given"))
+    times = TargetTimes(40.0, 1.2, "as given")
+    found = forecast_for((acceptance(0.7),), 1.5, times)
     assert found is not None and found.alpha == pytest.approx(0.7, abs=1e-3)
-    at_50 = next(point for point in found.curve if point.rtt_ms == 50.0)
-    assert at_50.stream == pytest.approx(stream(Setting(0.7, 1.5, 40.0, 1.2, 50.0)).speed_up, rel=1e-3)
-    assert forecast_for((acceptance(0.7, temperature=0.0),), 1.5, TargetTimes(40.0, 1.2, "as given")) is None
+    assert at(50.0, found).stream == pytest.approx(stream(Setting(0.7, 1.5, 40.0, 1.2, 50.0)).speed_up, rel=1e-3)
+    assert forecast_for((acceptance(0.7, temperature=0.0),), 1.5, times) is None
 
 
 def test_a_forecast_from_ranks_has_trees() -> None:
@@ -88,34 +98,31 @@ def test_a_forecast_from_ranks_has_trees() -> None:
     generator = np.random.default_rng(5)
     texts = [[Picked(int(rank), (0.4,) * 7) for rank in generator.choice(3, 40, p=(0.6, 0.3, 0.1))] for _ in range(3)]
     ranks, times = Ranks(tuple(map(tuple, texts))), TargetTimes(40.0, 1.2, "as given")
-    found = forecast_for((acceptance(0.6),), 1.5, times, ranks)
-    assert found is not None and has_trees(found) and found == forecast_for((acceptance(0.6),), 1.5, times, ranks)
-    for point in found.curve:
-        assert point.line is not None and point.tree is not None and point.stream <= point.line <= point.tree
-    at_50 = next(point for point in found.curve if point.rtt_ms == 50.0)
-    assert at_50.line is not None and at_50.line > 1.1 * at_50.stream
+    found: Any = forecast_for((acceptance(0.6),), 1.5, times, ranks)
+    assert has_trees(found) and found == forecast_for((acceptance(0.6),), 1.5, times, ranks)
+    assert all(point.stream <= point.line <= point.tree for point in found.curve)
+    assert at(50.0, found).line > 1.1 * at(50.0, found).stream
 
 
-def test_a_report_of_an_earlier_version_is_shown_as_it_was(reference_pair: PairPaths) -> None:
+def test_a_report_of_an_earlier_version_is_shown_as_it_was(draft: Manifest) -> None:
     """Without ranks, leads and trees: it opens, and neither view has room for them."""
-    document = json.loads(Bundle.open(reference_pair.draft).manifest.to_json())
+    document = json.loads(draft.to_json())
     for found in document["report"]["acceptance"]:
         del found["by_width"], found["by_gap"]
     for point in document["report"]["timing"]["forecast"]["curve"]:
         del point["line"], point["tree"]
     old = Manifest.model_validate_json(json.dumps(document))
     page = card_html([old])
-    assert "alternatives" not in page and "best 8" not in page and "streamed" in page and "lead" not in page
+    assert "streamed" in page and not any(words in page for words in ("alternatives", "best 8", "lead"))
     assert not has_trees(old.report.timing.forecast)  # type: ignore[union-attr, arg-type]
 
 
-def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
+def test_the_reference_pairs_card_is_whole(draft: Manifest) -> None:
     """Real acceptance near what its model card says, agreement, times, and a prediction; nothing to warn of."""
-    manifest = Bundle.open(reference_pair.draft).manifest
-    report = manifest.report
+    report = draft.report
     assert [found.temperature for found in report.acceptance] == [0.0, 0.5, 0.8]
-    assert all(0.6 < found.rate < 0.99 and found.tested_tokens > 600 for found in report.acceptance)
     for found in report.acceptance:
+        assert 0.6 < found.rate < 0.99 and found.tested_tokens > 600
         lengths = [row.tokens_per_pass for row in found.by_depth]
         assert [row.depth for row in found.by_depth] == [1, 2, 4, 8] and lengths == sorted(lengths)
         assert found.rate == found.by_width[0].rate < found.by_width[1].rate < found.by_width[3].rate
@@ -125,32 +132,35 @@ def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
     timing = report.timing
     assert timing is not None and timing.is_on_device and timing.forecast is not None
     assert timing.forecast.draft_ms == timing.token_ms and timing.forecast.curve[0].stream > 1.0
-    assert has_trees(timing.forecast) and "alternatives" in card_html([manifest])
-    assert tokens_per_pass(report.acceptance) > 2.0 and warnings_of(timed(manifest, load_warning=None)) == ()
+    assert has_trees(timing.forecast) and "alternatives" in card_html([draft])
+    assert tokens_per_pass(report.acceptance) > 2.0 and warnings_of(timed(draft, load_warning=None)) == ()
 
 
-def test_what_was_measured_is_no_part_of_a_bundles_identity(reference_pair: PairPaths) -> None:
+def test_what_was_measured_is_no_part_of_a_bundles_identity(draft: Manifest) -> None:
     """Another run has other times, another processor other last digits, other prompts a note, and all the same digest;
     another file not.
     """
-    manifest = Bundle.open(reference_pair.draft).manifest
-    assert manifest.report.timing is not None
-    slower = manifest.report.timing.model_copy(update={"token_ms": 99.0})
-    noisier = manifest.report.parity.model_copy(update={"own_delta": 1e-7})
-    report = manifest.report.model_copy(
-        update={"timing": slower, "parity": noisier, "acceptance": (), "notes": ("no",)}
-    )
-    assert manifest.model_copy(update={"report": report}).digest == manifest.digest
-    assert manifest.model_copy(update={"files": manifest.files[1:]}).digest != manifest.digest
-    report = manifest.report.model_copy(update={"versions": {"openvino": "1"}})
-    assert manifest.model_copy(update={"report": report}).digest != manifest.digest
+    noisier = draft.report.parity.model_copy(update={"own_delta": 1e-7})
+    again = reported(timed(draft, token_ms=99.0), parity=noisier, acceptance=(), notes=("no",))
+    assert again != draft and again.digest == draft.digest
+    assert draft.model_copy(update={"files": draft.files[1:]}).digest != draft.digest
+    assert reported(draft, versions={"openvino": "1"}).digest != draft.digest
+
+
+def reported(manifest: Manifest, **changes: Any) -> Manifest:
+    """The same export with another report."""
+    return manifest.model_copy(update={"report": manifest.report.model_copy(update=changes)})
 
 
 def timed(manifest: Manifest, **changes: Any) -> Manifest:
     """The same export with other times."""
     assert manifest.report.timing is not None
-    timing = manifest.report.timing.model_copy(update=changes)
-    return manifest.model_copy(update={"report": manifest.report.model_copy(update={"timing": timing})})
+    return reported(manifest, timing=manifest.report.timing.model_copy(update=changes))
+
+
+def at(rtt_ms: float, forecast: Any) -> Any:
+    """The forecast at a round trip."""
+    return next(point for point in forecast.curve if point.rtt_ms == rtt_ms)
 
 
 def predicted(manifest: Manifest, rate: float, step_ms: float) -> Manifest:
@@ -159,32 +169,25 @@ def predicted(manifest: Manifest, rate: float, step_ms: float) -> Manifest:
     return timed(manifest, forecast=forecast, load_warning=None, is_on_device=True)
 
 
-def judged_at(manifest: Manifest, rate: float, timing: Timing | None = None) -> Manifest:
-    """The same draft with another acceptance, and other times if given."""
-    report = manifest.report.model_copy(
-        update={"acceptance": (acceptance(rate),), "timing": timing or manifest.report.timing}
-    )
-    return manifest.model_copy(update={"report": report})
+def judged_at(manifest: Manifest, rate: float) -> Manifest:
+    """The same draft with another acceptance."""
+    return reported(manifest, acceptance=(acceptance(rate),))
 
 
-def test_a_reader_is_warned(reference_pair: PairPaths) -> None:
+def test_a_reader_is_warned(draft: Manifest) -> None:
     """Of low acceptance, of times that are not those of the device, and of a machine that was busy."""
-    manifest = timed(Bundle.open(reference_pair.draft).manifest, load_warning=None)
-    assert manifest.report.timing is not None
-    assert warnings_of(judged_at(manifest, 0.61)) == ()
+    manifest = timed(draft, load_warning=None)
+    good = judged_at(manifest, 0.61)
+    assert warnings_of(good) == ()
     (warning,) = warnings_of(judged_at(manifest, 0.59))
     assert "0.59" in warning and "distil" in warning
-    emulated = manifest.report.timing.model_copy(update={"is_on_device": False, "provider": "emulated"})
-    (warning,) = warnings_of(judged_at(manifest, 0.61, emulated))
+    (warning,) = warnings_of(timed(good, is_on_device=False, provider="emulated"))
     assert "timed on emulated" in warning
-    assert warnings_of(timed(judged_at(manifest, 0.61), load_warning="This machine was busy.")) == (
-        "draft: when it was exported, its machine was busy.",
-    )
-    greedy = tuple(acceptance(rate, temperature=at) for rate, at in ((0.29, 0.0), (0.3, 0.5), (0.61, 0.8)))
-    elsewhere = manifest.report.model_copy(update={"acceptance": greedy})
-    assert warnings_of(manifest.model_copy(update={"report": elsewhere})) == (
-        "acceptance is under 0.3 elsewhere: 0.29 at temperature 0",
-    )
+    (warning,) = warnings_of(timed(good, load_warning="This machine was busy."))
+    assert warning == "draft: when it was exported, its machine was busy."
+    colder = tuple(acceptance(rate, temperature=at) for rate, at in ((0.29, 0.0), (0.3, 0.5), (0.61, 0.8)))
+    (warning,) = warnings_of(reported(manifest, acceptance=colder))
+    assert warning == "acceptance is under 0.3 elsewhere: 0.29 at temperature 0"
 
 
 def test_a_busy_machine_is_noticed_while_times_are_measured(
@@ -192,34 +195,31 @@ def test_a_busy_machine_is_noticed_while_times_are_measured(
 ) -> None:
     """The bundle says so; its identity is the same."""
     warning = "This machine was busy: other processes used 62 % of its processors."
-    options = ExportOptions("target", "fp32", "torch", num_threads=1)
-    idle = export_model(strangers.target, tmp_path / "idle", options)
+    idle = export_model(strangers.target, tmp_path / "idle", OPTIONS.target)
     monkeypatch.setattr(MachineLoad, "warning", lambda load: warning)
-    busy = export_model(strangers.target, tmp_path / "busy", options)
+    busy = export_model(strangers.target, tmp_path / "busy", OPTIONS.target)
     assert busy.manifest.report.timing is not None and busy.manifest.report.timing.load_warning == warning
     said = f"target: when it was exported, its {warning.removeprefix('This ')}"
     assert said in warnings_of(Bundle.open(tmp_path / "busy").manifest)
     assert busy.manifest.digest == idle.manifest.digest
 
 
-def test_the_verdict_says_up_to_which_round_trip_drafting_pays(reference_pair: PairPaths) -> None:
+def test_the_verdict_says_up_to_which_round_trip_drafting_pays(draft: Manifest, reference_pair: PairPaths) -> None:
     """Of the figures of the prediction, each case in plain words."""
-    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
     pays = predicted(draft, 0.65, 15.0)
-    assert pays.report.timing is not None
-    forecast = pays.report.timing.forecast
-    assert forecast is not None and forecast.fades_ms is not None and 20.0 < forecast.fades_ms < 200.0
-    at_25 = next(point for point in forecast.curve if point.rtt_ms == 25.0)
+    forecast: Any = pays.report.timing and pays.report.timing.forecast
+    assert 20.0 < forecast.fades_ms < 200.0
     assert verdict(pays) == (
         f"With this target, drafting pays up to a round trip of {forecast.fades_ms:.0f} ms; "
-        f"at 25 ms it gives {at_25.stream:.1f}x."
+        f"at 25 ms it gives {at(25.0, forecast).stream:.1f}x."
     )
     always = verdict(predicted(draft, 0.8, 200.0))
     assert always.startswith("With this target, drafting pays at every round trip computed; at 50 ms it gives 3.3x")
     assert always.endswith(", at 300 ms 2.0x.")
     never = verdict(predicted(draft, 0.05, 2.0))
     assert never == "With this target, drafting does not pay at any round trip: it gives 1.00x at best."
-    assert "no target was at hand" in verdict(timed(draft, forecast=None)) and "outrider-export pair" in verdict(target)
+    assert "no target was at hand" in verdict(timed(draft, forecast=None))
+    assert "outrider-export pair" in verdict(Bundle.open(reference_pair.target).manifest)
     assert verdict(timed(pays, is_on_device=False)).endswith("These times are not of the CPU that the draft is for.")
     assert verdict(timed(pays, load_warning="busy")).endswith("The machine was busy while times were measured.")
 
@@ -231,35 +231,31 @@ def test_the_card_in_a_terminal(reference_pair: PairPaths, columns: int) -> None
     bundle = Bundle.open(reference_pair.draft)
     print_report(console, bundle)
     text = console.export_text()
-    assert " ".join(text.split()).startswith(verdict(bundle.manifest))
-    words_of_trees = (
-        "the draft's best",
-        "lead",
-        "second",
-        "alternatives",
-        "tree",
-        "Alternatives: the device also sends",
-    )
+    said = " ".join(text.split())
+    assert said.startswith(verdict(bundle.manifest))
     gain = ends_of(bundle.manifest.report.timing.forecast)[0].removeprefix("streamed drafts ")  # type: ignore[union-attr, arg-type]
-    for words in ("ms per token", "agreement", "depth 8", "streamed", "stop-and-wait", gain, "KL", *words_of_trees):
-        assert words in " ".join(text.split()) or columns == 60
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= columns
+    of_trees = ("the draft's best", "lead", "second", "alternatives", "tree", "Alternatives: the device also sends")
+    for words in ("ms per token", "agreement", "depth 8", "streamed", "stop-and-wait", gain, "KL", *of_trees):
+        assert words in said or columns == 60
+    assert "…" not in text and max(map(len, text.splitlines())) <= columns
 
 
 def test_warnings_go_where_they_are_seen(
-    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    draft: Manifest,
+    reference_pair: PairPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On standard error and in the card, and in the JSON for programs."""
     mediocre = shutil.copytree(reference_pair.draft, tmp_path / "draft")
-    manifest = judged_at(timed(Bundle.open(mediocre).manifest, load_warning=None), 0.5)
-    (mediocre / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+    (mediocre / "manifest.json").write_text(judged_at(timed(draft, load_warning=None), 0.5).to_json())
     monkeypatch.setenv("COLUMNS", "160")
     assert run_export(monkeypatch, "inspect", str(mediocre)) == 0
     said = capsys.readouterr()
-    assert "parity, step after rollback" in said.out and "acceptance by a target" in said.out and "int8" in said.out
+    for words in ("parity, step after rollback", "acceptance by a target", "int8", "warning", "acceptance is 0.50"):
+        assert words in said.out
     assert "warning: acceptance is 0.50" in said.err
-    assert "warning" in said.out and "acceptance is 0.50" in said.out
     assert run_export(monkeypatch, "inspect", str(mediocre), "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     (warning,) = shown["warnings"]
@@ -267,7 +263,11 @@ def test_warnings_go_where_they_are_seen(
 
 
 def test_a_strangers_manifest_commands_no_terminal(
-    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    draft: Manifest,
+    reference_pair: PairPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Control characters and rich's markup in any of its free strings are shown, not obeyed."""
     evil, harmless = "\x1b]0;\x9b[red]", r"\x1b]0;\u009b[red]"
@@ -281,14 +281,12 @@ def test_a_strangers_manifest_commands_no_terminal(
         return f"{name}{evil}" if name in free else value
 
     bundle = shutil.copytree(reference_pair.draft, tmp_path / "draft")
-    document = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
-    document["report"]["notes"] = ["a note"]
-    document["report"]["timing"]["load_warning"] = "busy"
+    document = json.loads(timed(reported(draft, notes=("a note",)), load_warning="busy").to_json())
     (bundle / "manifest.json").write_text(json.dumps(spoiled(document)), encoding="utf-8")
     monkeypatch.setenv("COLUMNS", "300")
     assert run_export(monkeypatch, "inspect", str(bundle)) == 0
     said = capsys.readouterr()
-    assert not [part for part in (said.out, said.err) if "\x1b" in part or "\x9b" in part]
+    assert not {"\x1b", "\x9b"} & {*said.out, *said.err}
     for name in free:
         assert f"{name}{harmless}" in said.out, name
 
@@ -297,16 +295,16 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
     """A longer list makes a surer figure; without any, the built-in ones. The template is the target's."""
     make_tiny_tokenizer(tmp_path)
     make_tiny_model("llama", tmp_path, vocab_size=320)
-    source = read_source(tmp_path)
-    plain = encode_judging(source, [f"prompt {index}" for index in range(40)], is_chat=False)
-    assert [source.tokenizer.decode(ids) for ids in plain] == [f"prompt {index}" for index in range(40)]
+    source, prompts = read_source(tmp_path), [f"prompt {index}" for index in range(40)]
+    assert [source.tokenizer.decode(ids) for ids in encode_judging(source, prompts, is_chat=False)] == prompts
     assert len(encode_judging(source, None, is_chat=False)) == len(set(BUILT_IN_PROMPTS)) == MAX_PROMPTS
-    with pytest.raises(TokenizerError, match="chat template"):
-        encode_judging(source, ["Hi"], is_chat=True)
-    with pytest.raises(ConfigError, match="give your own with --prompts"):
-        encode_judging(source, None, is_chat=True)
-    with pytest.raises(ExportError, match="1 of 2 prompts are empty, the first is number 2"):
-        encode_judging(source, ["Hi", ""], is_chat=False)
+    for given, is_chat, kind, message in (
+        (["Hi"], True, TokenizerError, "chat template"),
+        (None, True, ConfigError, "give your own with --prompts"),
+        (["Hi", ""], False, ExportError, "1 of 2 prompts are empty, the first is number 2"),
+    ):
+        with pytest.raises(kind, match=message):
+            encode_judging(source, given, is_chat=is_chat)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     source = read_source(tmp_path)
     (ids,) = encode_judging(source, ["Hi"], is_chat=True)
@@ -316,20 +314,11 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
 def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_path: Path) -> None:
     """Unless forced; then the warning is in the report. So is the number of prompts that no sequence holds."""
     out = tmp_path / "out"
-    export = functools.partial(
-        export_pair,
-        strangers.draft,
-        strangers.target,
-        out,
-        options=PairOptions(
-            ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
-            ExportOptions("target", "fp32", "torch", num_threads=1),
-        ),
-    )
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
-        export()
+        export_pair(strangers.draft, strangers.target, out, options=OPTIONS)
     assert not out.exists()
-    draft, _ = export(judging=Judging([*BUILT_IN_PROMPTS, "def " * 600], step_ms=20.0, is_forced=True))
+    judging = Judging([*BUILT_IN_PROMPTS, "def " * 600], step_ms=20.0, is_forced=True)
+    draft, _ = export_pair(strangers.draft, strangers.target, out, options=OPTIONS, judging=judging)
     found = judged(draft.manifest.report.acceptance)
     assert found is not None and found.rate < 0.3
     left_out, rarely = warnings_of(Bundle.open(out / "draft").manifest)[:2]

@@ -22,6 +22,7 @@ from tests.engine_harness import Clock
 from tests.export_cli import run_export
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.test_bundle import make_manifest
+from tests.test_card import OPTIONS, reported
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -32,8 +33,7 @@ from outrider.export.check.parity import SequenceSteps
 from outrider.export.check.runner import measure_agreement, open_draft
 from outrider.export.check.token_mapping import measure_mapping, share_kept
 from outrider.export.cli.display import print_report
-from outrider.export.make import pair
-from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
+from outrider.export.make.pair import Judging, PairPaths, export_pair, judge, write_texts
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
@@ -46,7 +46,7 @@ from outrider.export.report.card import (
 from outrider.export.report.card_html import card_html
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import FileEntry, TokenMapping
+from outrider.models.bundle.manifest import Acceptance, FileEntry, TokenMapping
 from outrider.models.errors import ExportError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits, OneSequence, SequenceSlice
@@ -83,6 +83,12 @@ class Rows(OneSequence):
         """Nothing to release."""
 
 
+def measured(draft: Rows, *texts: Continuation, num_ids: int = 16) -> Acceptance:
+    """The draft's acceptance along texts of one temperature."""
+    (found,) = summarize(measure_ranks(draft, texts, num_ids=num_ids), "t")
+    return found
+
+
 def one_hot(answers: Sequence[int]) -> Rows:
     """Is sure of one token at every position: `answers[position]`."""
     return Rows(lambda position: {answers[position]: 99.0})
@@ -96,47 +102,44 @@ def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: fl
 def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     """The prompt in one piece, then a token at a time, as drafting goes; matches at three of four positions."""
     draft = one_hot([0, 0, 5, 6, 9, 8])
-    (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 6, 7, 8))], num_ids=16), "t")
+    found = measured(draft, continuation((1, 2), (5, 6, 7, 8)))
     assert draft.fed == [2, 1, 1, 1]
-    assert (measured.rate, measured.tested_tokens, measured.target) == (0.75, 4, "t")
-    assert [(row.depth, row.rate) for row in measured.by_depth] == [(1, 0.6667), (2, 1.0), (4, 0.6667)]
-    assert [row.tokens_per_pass for row in measured.by_depth] == [1.667, 3.0, 3.0]
+    assert (found.rate, found.tested_tokens, found.target) == (0.75, 4, "t")
+    rows = [(row.depth, row.rate, row.tokens_per_pass) for row in found.by_depth]
+    assert rows == [(1, 0.6667, 1.667), (2, 1.0, 3.0), (4, 0.6667, 3.0)]
 
 
 def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
     """Among the best 1, 2, 4 and 8; by the lead of the best over the second, where there are tokens."""
     leads_of = [0, 0, 0.1, 0.2, 3.0, 9.0]  # of token 5 over token 9, and that over token 3 by 1
     draft = Rows(lambda at: {5: 99.0, 9: 99.0 - leads_of[at], 3: 98.0 - leads_of[at]})
-    (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 9, 3, 5))], num_ids=16), "t")
-    assert draft.fed == [2, 1, 1, 1] and measured.rate == 0.5
-    assert [(row.width, row.rate) for row in measured.by_width] == [(1, 0.5), (2, 0.75), (4, 1.0), (8, 1.0)]
-    rows = [(row.from_gap, row.share, row.rates) for row in measured.by_gap]
+    found = measured(draft, continuation((1, 2), (5, 9, 3, 5)))
+    assert draft.fed == [2, 1, 1, 1] and found.rate == 0.5
+    assert [(row.width, row.rate) for row in found.by_width] == [(1, 0.5), (2, 0.75), (4, 1.0), (8, 1.0)]
+    rows = [(row.from_gap, row.share, row.rates) for row in found.by_gap]
     assert rows == [(0.0, 0.5, (0.5, 0.5)), (2.0, 0.25, (0.0, 0.0)), (4.0, 0.25, (1.0, 0.0))]
-    assert leads(measured) == ("0 to 2", "2 to 4", "over 4")
+    assert leads(found) == ("0 to 2", "2 to 4", "over 4")
 
 
 def test_the_error_is_that_of_texts_which_differ() -> None:
     """Two texts, one always and one never accepted: a third is unknown."""
-    draft = one_hot([0, 5, 5, 5])
-    texts = [continuation((1,), (5, 5)), continuation((1,), (6, 6))]
-    (measured,) = summarize(measure_ranks(draft, texts, num_ids=16), "t")
-    assert measured.rate == 0.5 and measured.error == pytest.approx(np.sqrt(2 * 1.0**2) / 4, abs=1e-4)
+    found = measured(one_hot([0, 5, 5, 5]), continuation((1,), (5, 5)), continuation((1,), (6, 6)))
+    assert found.rate == 0.5 and found.error == pytest.approx(np.sqrt(2 * 1.0**2) / 4, abs=1e-4)
 
 
 def test_padding_columns_are_no_tokens() -> None:
     """A padded vocabulary's columns beyond the tokenizer's ids are never picked."""
-    (measured,) = summarize(measure_ranks(one_hot([0, 15]), [continuation((1,), (0,))], num_ids=8), "t")
-    assert measured.rate == 1.0  # all real columns are equal, and ties go to the lowest id
+    found = measured(one_hot([0, 15]), continuation((1,), (0,)), num_ids=8)
+    assert found.rate == 1.0  # all real columns are equal, and ties go to the lowest id
 
 
 def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
     """An NPU's draft may be compiled for short sequences; if nothing fits, an error says so."""
     texts = [continuation((1,), (5,)), continuation((1, 1, 1), (5, 5))]
     long, short = (Rows(lambda at: {5: 99.0}, max_positions=most) for most in (3, 1))
-    (measured,) = summarize(measure_ranks(long, texts, num_ids=16), "t")
-    assert measured.tested_tokens == 1
+    assert measured(long, *texts).tested_tokens == 1
     with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
-        summarize(measure_ranks(short, texts, num_ids=16), "t")
+        measured(short, *texts)
 
 
 def test_a_draft_is_judged_at_the_temperature_that_decides_or_not_at_all(
@@ -147,19 +150,22 @@ def test_a_draft_is_judged_at_the_temperature_that_decides_or_not_at_all(
     Texts that are left out at another temperature are counted.
     """
     (tmp_path / "model.onnx").touch()
-    monkeypatch.setattr(pair, "open_draft", lambda *_: Rows(lambda at: {5: 99.0}, max_positions=3))
+    monkeypatch.setattr("outrider.export.make.pair.open_draft", lambda *_: Rows(lambda at: {5: 99.0}, max_positions=3))
     manifest = make_manifest((FileEntry(path="model.onnx", size=1, sha256="0" * 64),), "0" * 64)
     options = ExportOptions("draft", "fp32", "onnxruntime")
     staged: Any = SimpleNamespace(writer=SimpleNamespace(directory=tmp_path), options=options, manifest=manifest)
     target, times = read_source(strangers.target), TargetTimes(20.0, 0.5, "as given")
+
+    def judged(greedy: tuple[int, ...], sampled: tuple[int, ...], is_forced: bool) -> None:
+        texts = [continuation((1,), greedy), continuation((1,), sampled, 0.8)]
+        judge(staged, texts, 1, times, target, None, is_forced=is_forced)
+
     short, long = (5,), (5, 5, 5)
     for is_forced in (False, True):
-        texts = [continuation((1,), short), continuation((1,), long, 0.8)]
         with pytest.raises(ExportError, match=f"no prompt fits 3 positions with {NEW_TOKENS} new tokens"):
-            pair.judge(staged, texts, 1, times, target, None, is_forced=is_forced)
+            judged(short, long, is_forced)
     assert staged.manifest is manifest
-    texts = [continuation((1,), long), continuation((1,), short, 0.8)]
-    pair.judge(staged, texts, 1, times, target, None, is_forced=True)
+    judged(long, short, True)
     assert "acceptance is without 1 of the 1 prompts" in staged.manifest.report.notes[-1]
 
 
@@ -168,8 +174,7 @@ def test_the_targets_cache_holds_the_longest_prompt_that_its_positions_hold(
 ) -> None:
     """Loaded again with a larger cache where the usual one does not; short prompts still run together."""
     (tmp_path / "model.xml").touch()
-    rows: list[int] = []
-    opened: list[int] = []
+    rows, opened = list[int](), list[int]()
 
     def open_target(path: Path, options: ExportOptions, *, kv_cache_bytes: int = 0) -> FakeBatchRuntime:
         opened.append((kv_cache_bytes or 256 << 20) // (9 << 20))  # blocks of 9 MB: the usual cache holds 28
@@ -177,10 +182,9 @@ def test_the_targets_cache_holds_the_longest_prompt_that_its_positions_hold(
             max_positions=2000, num_blocks=opened[-1], on_step=lambda batch: rows.append(len(batch))
         )
 
-    monkeypatch.setattr(pair, "open_target", open_target)
-    source = read_source(strangers.target)
+    monkeypatch.setattr("outrider.export.make.pair.open_target", open_target)
     prompts = [[(number + at) % 250 + 1 for at in range(length)] for number, length in enumerate((9, 12, 900, 1990, 7))]
-    written = partial(pair.write_texts, tmp_path, ExportOptions("target", "fp32"), source)
+    written = partial(write_texts, tmp_path, ExportOptions("target", "fp32"), read_source(strangers.target))
     texts = written(prompts)
     assert opened[0] == 28 and opened[1] * 16 >= 900 + NEW_TOKENS and len(opened) == 2
     assert [len(text.prompt) for text in texts[:4]] == [9, 12, 900, 7] and len(texts) == 4 * 3
@@ -216,8 +220,8 @@ def test_a_targets_times_are_its_step_and_what_a_token_adds(monkeypatch: pytest.
 
     monkeypatch.setattr(time, "perf_counter", clock)
     times = timing.time_target(FakeBatchRuntime(vocab_size=16, on_step=step), [1] * 100)
-    assert times.token_ms == pytest.approx(5.7) and times.extra_ms == pytest.approx(0.7)
-    assert times.extend_tokens == 9 and times.extend_ms == pytest.approx(11.3)
+    found = (times.token_ms, times.extra_ms, times.extend_tokens, times.extend_ms)
+    assert found == pytest.approx((5.7, 0.7, 9, 11.3))
     assert {(piece.past, len(piece.tokens)) for piece in steps} == {(0, 100), *((100, n) for n in (1, 2, 3, 5, 9))}
 
 
@@ -235,9 +239,8 @@ def test_a_drafts_times_are_of_one_token_and_of_several(
     monkeypatch.setattr(time, "perf_counter", clock)
     draft = FakeSequenceRuntime(vocab_size=16, on_step=step)
     times = timing.time_draft(draft, [1] * 128)
-    assert times.token_ms == pytest.approx(speed * 1.1) and times.extend_ms == pytest.approx(speed * 1.8)
-    assert times.extend_tokens == 8 and draft.length == 128
-    assert at_most in (None, len(fed))
+    assert (times.token_ms, times.extend_ms) == pytest.approx((speed * 1.1, speed * 1.8))
+    assert (times.extend_tokens, draft.length) == (8, 128) and at_most in (None, len(fed))
 
 
 def test_the_machine_is_its_processor_not_its_name() -> None:
@@ -253,18 +256,17 @@ def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
     """The draft is judged by the picks that it makes when it drafts: same seed, same position."""
     params = SamplingParams(temperature=0.8, seed=1)
     wanted = tuple(pick(np.zeros(16, np.float32), params, position) for position in (2, 3, 4))
-    (measured,) = summarize(measure_ranks(Rows(lambda at: {}), [Continuation((1, 2), wanted, params)], num_ids=16), "t")
-    assert measured.rate == 1.0 and len(set(wanted)) > 1
+    assert measured(Rows(lambda at: {}), Continuation((1, 2), wanted, params)).rate == 1.0 and len(set(wanted)) > 1
 
 
 def test_picks_without_a_score_are_counted_apart() -> None:
     """A guess that is wrong had a score; one that no token writes had none."""
-    texts = [Continuation((1,), (5, 7, 6, 7), SamplingParams(temperature=t, seed=1)) for t in (0.0, 0.8)]
     draft = Rows(lambda at: {5: 99.0, 7: -np.inf})
-    for found in summarize(measure_ranks(draft, texts, num_ids=16), "t"):
+    for temperature in (0.0, 0.8):
+        found = measured(draft, continuation((1,), (5, 7, 6, 7), temperature))
         assert (found.unscored, found.rate) == (0.5, 0.25)
     assert '"unscored":0.5' in found.model_dump_json()
-    (scored,) = summarize(measure_ranks(draft, [continuation((1,), (5, 6))], num_ids=16), "t")
+    scored = measured(draft, continuation((1,), (5, 6)))
     assert scored.unscored == 0.0 and "unscored" not in scored.model_dump_json()  # versions before it read that
 
 
@@ -272,10 +274,6 @@ def test_picks_without_a_score_are_counted_apart() -> None:
 
 
 PROSE = "The harbour was quiet that morning. Two fishing boats lay at the pier, and\n  nobody spoke. "
-OPTIONS = PairOptions(
-    ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
-    ExportOptions("target", "fp32", "torch", num_threads=1),
-)
 
 
 @pytest.fixture(scope="module")
@@ -293,10 +291,9 @@ def wordpiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    special = ["[UNK]", "[SEP]"]
     tokenizer.train_from_iterator(
         (PROSE * 9, *SAMPLE_TEXT),
-        trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False),
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False),
     )
     root = tmp_path_factory.mktemp("wordpiece") / "wordpiece"
     root.mkdir()
@@ -323,8 +320,7 @@ def test_a_tokenizer_that_keeps_every_text_covers_some_ids(bpe: Path, strangers:
 def test_a_tokenizer_that_changes_texts_is_recognised(wordpiece: Path, strangers: PairPaths) -> None:
     """Case, line breaks and spaces are lost: far less than all comes back, and the draft is refused in those words."""
     found = mapping_of(wordpiece, strangers.target)
-    assert found.text_kept < 0.7
-    assert {"upper case", "line breaks", "runs of spaces"} <= set(found.changes)
+    assert found.text_kept < 0.7 and {"upper case", "line breaks", "runs of spaces"} <= set(found.changes)
     with pytest.raises(ExportError, match=r"draft a cannot write the text of b: .* upper case, line breaks.*--force"):
         require_text_kept(found, "a", "b")
 
@@ -332,11 +328,9 @@ def test_a_tokenizer_that_changes_texts_is_recognised(wordpiece: Path, strangers
 def test_the_kept_share_counts_lines_from_both_ends(wordpiece: Path, bpe: Path) -> None:
     """A lower-case word in the middle of a line costs what is between the changes; a lost line break one character."""
     tokenizer = Tokenizer.from_dir(wordpiece)
-    assert share_kept(tokenizer, ["the boats lay"]) == 1.0
-    assert share_kept(tokenizer, ["the boats Lay"]) == 12 / 13
-    assert share_kept(tokenizer, ["the boats\n"]) == 9 / 10
+    for texts, share in ((["the boats lay"], 1.0), (["the boats Lay"], 12 / 13), (["the boats\n"], 9 / 10), ([], 1.0)):
+        assert share_kept(tokenizer, texts) == share
     assert share_kept(Tokenizer.from_dir(bpe), [PROSE, "  x = 1\n", "東京 😀"]) == 1.0
-    assert share_kept(tokenizer, []) == 1.0
 
 
 def test_a_pair_of_two_tokenizers_is_judged_and_its_card_says_so(
@@ -347,18 +341,16 @@ def test_a_pair_of_two_tokenizers_is_judged_and_its_card_says_so(
     manifest = Bundle.open(draft.path).manifest
     mapping = manifest.report.mapping
     assert mapping is not None and mapping.text_kept == 1.0 and len(manifest.report.acceptance) == 3
-    words = words_of_mapping(manifest)
-    assert words is not None and words.startswith(
+    words = words_of_mapping(manifest) or ""
+    assert words.startswith(
         f"Another tokenizer than the target's: one draft token writes {mapping.ids_covered:.0%} of the target's ids and"
     )
     console = Console(width=400, record=True, file=io.StringIO())
     print_report(console, draft)
-    assert words in console.export_text()
-    assert words.replace("'", "&#39;") in card_html([manifest])
-    report = manifest.report.model_copy(update={"mapping": None})
-    assert manifest.model_copy(update={"report": report}).digest == manifest.digest
-    assert '"mapping"' in manifest.to_json()
-    assert '"mapping"' not in manifest.model_copy(update={"report": report}).to_json()
+    assert words in console.export_text() and words.replace("'", "&#39;") in card_html([manifest])
+    without = reported(manifest, mapping=None)
+    assert without.digest == manifest.digest
+    assert ['"mapping"' in each.to_json() for each in (manifest, without)] == [True, False]
 
 
 def test_a_draft_that_cannot_write_the_text_is_refused_unless_forced(

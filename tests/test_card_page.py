@@ -5,17 +5,17 @@ from __future__ import annotations
 import datetime
 import errno
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.export_cli import run_export
-from tests.test_card import judged_at
+from tests.test_card import OPTIONS, draft, judged_at, reported, timed
 
-from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
+from outrider.export.make.pair import Judging, PairPaths, export_pair
 from outrider.export.make.sweep import sweep_pair
-from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
     has_trees,
     judged,
@@ -24,12 +24,15 @@ from outrider.export.report.card import (
 from outrider.export.report.card_html import PageWriter, card_html, write_card_html
 from outrider.export.report.card_plots import COLOURS, Item, speed_up_plot
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Manifest
 from outrider.models.errors import BundleError, DiskFull, ExportError
 
+__all__ = ["draft"]  # a fixture
+Exported = Callable[..., str]
 
-def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path: Path) -> None:
+
+def test_the_same_figures_give_the_same_page(draft: Manifest, target: Manifest, tmp_path: Path) -> None:
     """Byte for byte, and without the day; another report card is replaced, and nothing is left beside it."""
-    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
     place = tmp_path / "report.html"
     write_card_html(place, [draft])
     assert write_card_html(place, [draft], target) == place
@@ -38,38 +41,45 @@ def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path
     assert datetime.date.today().isoformat() not in place.read_text(encoding="utf-8")
 
 
-def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_one_message(draft: Manifest, tmp_path: Path) -> None:
     """It says where, and that the bundles are as they were."""
-    draft = Bundle.open(reference_pair.draft).manifest
-    with pytest.raises(ExportError, match=r"nowhere/report\.html \(No such file or directory\); no bundle was changed"):
-        write_card_html(tmp_path / "nowhere" / "report.html", [draft])
-    taken = tmp_path / "report.html"
-    taken.mkdir()
-    with pytest.raises(BundleError, match="is not a report card of this version, so it is not replaced"):
-        write_card_html(taken, [draft])
-    assert list(tmp_path.iterdir()) == [taken]
+    (tmp_path / "report.html").mkdir()
+    for folder, kind, message in (
+        ("nowhere", ExportError, r"nowhere/report\.html \(No such file or directory\); no bundle was changed"),
+        (".", BundleError, "is not a report card of this version, so it is not replaced"),
+    ):
+        with pytest.raises(kind, match=message):
+            write_card_html(tmp_path / folder / "report.html", [draft])
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_somebody_else_s_page_is_in_the_way_before_any_work(
-    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def exported(strangers: PairPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Exported:
+    """What `outrider-export pair` says of two strangers, which it refuses to write."""
+
+    def export(out: Path, *more: str) -> str:
+        command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(out), *more)
+        assert run_export(monkeypatch, *command) == 2
+        return capsys.readouterr().err
+
+    return export
+
+
+def test_somebody_else_s_page_is_in_the_way_before_any_work(exported: Exported, tmp_path: Path) -> None:
     """Nothing is built or replaced, even with --overwrite; a report card is replaced with --overwrite only."""
     page = tmp_path / "report.html"
     page.write_text("<h1>mine</h1>")
-    command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
     for more in ((), ("--overwrite",), ("--sweep",)):
-        assert run_export(monkeypatch, *command, *more) == 2
-        told = capsys.readouterr().err
+        told = exported(tmp_path, *more)
         assert "is not a report card" in told and "reading" not in told
     assert page.read_text() == "<h1>mine</h1>" and list(tmp_path.iterdir()) == [page]
     page.write_text('<meta name="generator" content="Outrider">')
-    assert run_export(monkeypatch, *command) == 2
-    assert "exists already; add --overwrite to replace it" in capsys.readouterr().err
+    assert "exists already; add --overwrite to replace it" in exported(tmp_path)
 
 
-@pytest.mark.parametrize("is_sweep", [False, True])
+@pytest.mark.parametrize("export", [export_pair, sweep_pair])
 def test_a_page_that_cannot_be_written_leaves_no_bundle(
-    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweep: bool
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any
 ) -> None:
     """Bundles and page are one export: all of it, or none, the page's first bytes included."""
     write_text = Path.write_text
@@ -81,53 +91,34 @@ def test_a_page_that_cannot_be_written_leaves_no_bundle(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    draft = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
-    target = ExportOptions("target", "fp32", "torch", num_threads=1)
-    export = sweep_pair if is_sweep else export_pair
     out = tmp_path / "out"
+    page, judging = PageWriter(out / "report.html"), Judging(is_forced=True)
     with pytest.raises(DiskFull):
-        export(
-            strangers.draft,
-            strangers.target,
-            out,
-            options=PairOptions(draft, target),
-            judging=Judging(is_forced=True),
-            page=PageWriter(out / "report.html"),
-        )
+        export(strangers.draft, strangers.target, out, options=OPTIONS, judging=judging, page=page)
     assert not out.exists()
 
 
 def test_a_page_that_the_system_refuses_is_one_message(
-    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the work, and after the bundles are in place; then the message says that they are."""
-    assert (
-        run_export(
-            monkeypatch, "pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path / ("x" * 300))
-        )
-        == 2
-    )
-    assert "File name too long" in capsys.readouterr().err
+    assert "File name too long" in exported(tmp_path / ("x" * 300))
     monkeypatch.chdir(tmp_path)
     for nameless in (Path(), Path("/")):
         with pytest.raises(BundleError, match="is not a report card"), PageWriter(nameless):
             pass
-    page = PageWriter(tmp_path / "report.html")
-    with page, pytest.raises(ExportError, match="the bundles are written"):
+    with PageWriter(tmp_path / "report.html") as page, pytest.raises(ExportError, match="the bundles are written"):
         page.commit()  # nothing was written that could be renamed
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_in_the_way_of_the_draft_is_told_before_the_target_is_exported(
-    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exported: Exported, tmp_path: Path
 ) -> None:
     """The target is the larger of the two, and comes first."""
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "mine").touch()
-    command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
+    (tmp_path / "draft" / "mine").mkdir(parents=True)
     for more in ((), ("--sweep",), ("--overwrite",)):
-        assert run_export(monkeypatch, *command, *more) == 2
-        told = capsys.readouterr().err
+        told = exported(tmp_path, *more)
         assert str(tmp_path / "draft") in told and "exists" in told and "reading" not in told
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
@@ -163,12 +154,15 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def pages(reference_pair: PairPaths) -> dict[str, str]:
+def target(reference_pair: PairPaths) -> Manifest:
+    """The reference target's."""
+    return Bundle.open(reference_pair.target).manifest
+
+
+@pytest.fixture(scope="module")
+def pages(draft: Manifest, target: Manifest) -> dict[str, str]:
     """The page of a pair, of a draft alone without a target, and of a target alone."""
-    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
-    assert draft.report.timing is not None
-    timing = draft.report.timing.model_copy(update={"forecast": None})
-    alone = draft.model_copy(update={"report": draft.report.model_copy(update={"acceptance": (), "timing": timing})})
+    alone = reported(timed(draft, forecast=None), acceptance=())
     return {"pair": card_html([draft], target), "draft": card_html([alone]), "target": card_html([], target)}
 
 
@@ -184,24 +178,22 @@ def test_the_page_needs_nothing_else(pages: dict[str, str]) -> None:
                 assert "://" not in value
 
 
-def test_the_page_shows_what_was_measured(reference_pair: PairPaths, pages: dict[str, str]) -> None:
+def test_the_page_shows_what_was_measured(draft: Manifest, target: Manifest, pages: dict[str, str]) -> None:
     """The verdict in plain words before any figure, plots and tables of a pair; a draft without a target has no
     acceptance to show, nor what follows from it.
     """
     read = {name: Page(text) for name, text in pages.items()}
     assert [read[name].tags.count("svg") for name in ("pair", "draft", "target")] == [3, 1, 1]
-    manifest = Bundle.open(reference_pair.draft).manifest
-    found = judged(manifest.report.acceptance)
-    assert found is not None and manifest.report.timing is not None and manifest.report.timing.forecast is not None
-    even_ms = manifest.report.timing.forecast.breaks_even_ms
-    for words in (f"{found.rate:.3f}", "Predicted speed-up", "stop-and-wait", f"breaks even at {even_ms:.0f} ms"):
-        assert words in read["pair"].text
-        assert words not in read["draft"].text
+    found, timing = judged(draft.report.acceptance), draft.report.timing
+    assert found is not None and timing is not None and timing.forecast is not None
+    even = f"breaks even at {timing.forecast.breaks_even_ms:.0f} ms"
+    for words in (f"{found.rate:.3f}", "Predicted speed-up", "stop-and-wait", even):
+        assert words in read["pair"].text and words not in read["draft"].text
     assert "step after rollback" in read["draft"].text
     assert "argmaxes equal to the unquantized model's" in read["target"].text
-    for name, path in (("pair", reference_pair.draft), ("target", reference_pair.target)):
+    for name, manifest in (("pair", draft), ("target", target)):
         text = read[name].text
-        assert 0 < text.index(verdict(Bundle.open(path).manifest)) < text.index(" MB size")
+        assert 0 < text.index(verdict(manifest)) < text.index(" MB size")
         assert "KL divergence: how far its probabilities are from that model's" in text
 
 
@@ -223,27 +215,23 @@ def test_plots_are_readable_on_a_phone(pages: dict[str, str]) -> None:
         assert sizes and min(sizes) * 320 / width >= 10.0
 
 
-def test_the_page_warns_and_shows_any_name_as_text(reference_pair: PairPaths) -> None:
+def test_the_page_warns_and_shows_any_name_as_text(draft: Manifest) -> None:
     """As the terminal does; a name is never markup."""
     names = {"name": "<script>alert(1)</script>", "runtime": r"$\frac{$"}
-    draft = Bundle.open(reference_pair.draft).manifest.model_copy(update=names)
-    html = card_html([judged_at(draft, 0.45)])
+    html = card_html([judged_at(draft.model_copy(update=names), 0.45)])
     page = Page(html)
     assert html.count(r"$\frac{$ int8</text>") == 2  # size, and time
     assert "Warning: acceptance is 0.45" in page.text
     assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
 
 
-def test_drafts_that_branch_are_points_where_the_table_has_them(reference_pair: PairPaths) -> None:
+def test_drafts_that_branch_are_points_where_the_table_has_them(draft: Manifest) -> None:
     """A point at each round trip that was simulated, as many as the plot has room for, and no line between them."""
-    draft = Bundle.open(reference_pair.draft).manifest
-    assert draft.report.timing is not None and draft.report.timing.forecast is not None
-    forecast = draft.report.timing.forecast.model_copy(update={"fades_ms": None})
-    assert has_trees(forecast)
+    forecast = draft.report.timing and draft.report.timing.forecast
+    assert forecast and has_trees(forecast)
     for fades_ms, num_points in ((4.0, 2), (None, len(forecast.curve))):
-        timing = draft.report.timing.model_copy(update={"forecast": forecast.model_copy(update={"fades_ms": fades_ms})})
-        report = draft.report.model_copy(update={"timing": timing})
-        svg = speed_up_plot([Item("draft", draft.model_copy(update={"report": report}))])
+        faded = forecast.model_copy(update={"fades_ms": fades_ms})
+        svg = speed_up_plot([Item("draft", timed(draft, forecast=faded))])
         for colour in COLOURS[2:4]:
             assert len(re.findall(f"<use .*fill: {colour}", svg)) == num_points + 1  # and one in the legend
             assert not re.search(f"fill: none; stroke: {colour}", svg)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -55,8 +54,7 @@ def run_behind_the_mid(running: Cascade, params: SamplingParams) -> tuple[list[i
     with open_session(running.client, asking(params)) as session:
 
         def is_ahead() -> bool:
-            texts = list(running.engine._texts.values())
-            return len(tokens) >= LENGTH - 2 or any(text.mid.ahead for text in texts)
+            return len(tokens) >= LENGTH - 2 or any(text.mid.ahead for text in list(running.engine._texts.values()))
 
         while len(tokens) < LENGTH:
             running.mid.wait_until(is_ahead)
@@ -76,11 +74,10 @@ def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
         for params in SETTINGS:
             tokens, end = run_behind_the_mid(running, params)
             assert tokens == target_tokens(PROMPT, LENGTH, params)
-            assert end.reason == "length" and end.usage.completion_tokens == LENGTH
+            assert (end.reason, end.usage.completion_tokens) == ("length", LENGTH)
             num_passes += end.usage.target_passes
         counts = running.engine.counts
-        assert counts.passes == num_passes
-        assert counts.void == 0 if agreement == 1.0 else counts.void > 0
+        assert counts.passes == num_passes and (counts.void > 0) == (agreement < 1.0)
 
 
 def test_an_engine_that_cannot_rewind_is_cancelled_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +184,7 @@ def test_paths_that_come_too_late_do_not_take_the_place_of_newer_ones() -> None:
         base = len(seen)
         (text,) = running.engine._texts.values()
         for at, path in ((base, truth[base : base + 6]), (0, [(truth[0] + 1) % VOCAB, *truth[1:9]]), (0, truth[:base])):
-            answer = running.client.post(session.drafts, json={"base": at, "paths": [path]})
-            assert answer.status_code == 204
+            assert running.client.post(session.drafts, json={"base": at, "paths": [path]}).status_code == 204
         running.mid.gate.open()
         running.big.gate.open()
         assert [*seen, *session.rest().tokens] == truth
@@ -230,8 +226,10 @@ def test_a_lost_upstream_ends_a_text_with_an_error_and_confirms_nothing_more() -
         assert running.client.post("/v1/verify", json=body).json()["error"]["code"] == "upstream_lost"
 
 
-@pytest.mark.parametrize("is_fault", [True, False])
-def test_an_error_of_the_targets_ends_a_text_and_is_named(is_fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_fault", "code", "losses"), [(True, "model_fault", 2), (False, "upstream_refused", 0)])
+def test_an_error_of_the_targets_ends_a_text_and_is_named(
+    is_fault: bool, code: str, losses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A refusal at once. A fault of its model after one more try: the same text may fail on it each time."""
     events, refusal = VerifierClient._events, ErrorBody(code="grammar_too_complex", message="no")
 
@@ -242,15 +240,13 @@ def test_an_error_of_the_targets_ends_a_text_and_is_named(is_fault: bool, monkey
 
     if not is_fault:
         monkeypatch.setattr(VerifierClient, "_events", refusing)
-    retry = UpstreamRetry(max_failures=6, max_outage_s=0.0, first_pause_s=0.0)
-    with cascade(1.0, retry=retry) as running:
+    with cascade(1.0, retry=UpstreamRetry(max_failures=6, max_outage_s=0.0, first_pause_s=0.0)) as running:
         running.big.runtime._fail_on_token = PROMPT[-1] if is_fault else None
         text = run_session(running.client, asking(max_tokens=4))
-        assert text.end.error is not None and text.end.error.code == ("model_fault" if is_fault else "upstream_refused")
-        assert running.engine.counts.losses == (2 if is_fault else 0)
-        assert is_fault or (
-            text.tokens == target_tokens(PROMPT, 4, SETTINGS[1]) and "grammar_too_complex" in text.end.error.message
-        )
+        error = text.end.error
+        assert error is not None and (error.code, running.engine.counts.losses) == (code, losses)
+        if not is_fault:
+            assert text.tokens == target_tokens(PROMPT, 4, SETTINGS[1]) and "grammar_too_complex" in error.message
 
 
 def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
@@ -271,16 +267,14 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
                         running.mid.wait_until(lambda least=num_cut: running.engine.counts.losses >= least)  # type: ignore[misc]
                     running.big.gate.allow(1)
         assert isinstance(event, SessionEnd) and event.reason == "length"
-        assert text == target_tokens(PROMPT, 160, SETTINGS[1])
-        assert running.engine.counts.losses >= 1
+        assert text == target_tokens(PROMPT, 160, SETTINGS[1]) and running.engine.counts.losses >= 1
 
 
 def test_a_stop_id_ends_the_text_where_the_target_has_it(usual: Cascade) -> None:
     """The mid-size verifier's own stop ends nothing."""
     truth = target_tokens(PROMPT, LENGTH, SETTINGS[1])
-    stop = truth[20]
-    session = run_session(usual.client, asking(stop_ids=[stop]))
-    assert session.tokens == truth[: truth.index(stop) + 1] and session.end.reason == "stop"
+    session = run_session(usual.client, asking(stop_ids=[truth[20]]))
+    assert session.tokens == truth[: truth.index(truth[20]) + 1] and session.end.reason == "stop"
 
 
 # -- a device before a cascade -----------------------------------------------------------------------------------------
@@ -311,40 +305,37 @@ def test_the_first_text_of_an_endpoint_asks_for_provisional_tokens(
     usual: Cascade, is_cascade: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its texts has an agent of its own, which knows from GET /v1/model what the server is."""
-    asked: dict[str, list[bool]] = {}
-    open_session = VerifierClient.open_session
+    url, open_session, asked = (usual.mid if is_cascade else usual.big).url, VerifierClient.open_session, list[bool]()
 
-    def noted(
-        client: VerifierClient, request: SessionRequest, target: str | None = None
-    ) -> AbstractAsyncContextManager[AsyncGenerator[SessionEvent, None]]:
-        asked.setdefault(client.url, []).append(request.provisional)
+    def noted(client: VerifierClient, request: SessionRequest, target: str | None = None) -> Any:
+        if client.url == url:
+            asked.append(request.provisional)
         return open_session(client, request, target)
 
     monkeypatch.setattr(VerifierClient, "open_session", noted)
-    url = (usual.mid if is_cascade else usual.big).url
     with serve_local(url, runtime=FakeSequenceRuntime(vocab_size=VOCAB)) as local:
         for _ in range(2):
             local.post({"prompt": "ab", "max_tokens": 3})
-    assert asked[url] == [is_cascade] * 2
+    assert asked == [is_cascade] * 2
 
 
 def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:
     """So does one that comes before the known text, or none at all."""
-    opened = SessionOpen(session="s", model="m", vocab_size=100)
-    asked = SessionRequest(prompt=[1], max_tokens=10)
+    opened, asked = SessionOpen(session="s", model="m", vocab_size=100), SessionRequest(prompt=[1], max_tokens=10)
     check = SessionCheck("http://x", asked.model_copy(update={"provisional": True}))
     for event in (opened, Commit(base=0, tokens=[1, 2], provisional=True), Commit(base=0, tokens=[1])):
         check(event)
     check(Commit(base=1, tokens=[2, 3], provisional=True))
-    for wrong in (Commit(base=0, tokens=[4], provisional=True), Commit(base=1, tokens=[], provisional=True)):
-        with pytest.raises(ProtocolBroken):
-            check(wrong)
-    with pytest.raises(ProtocolBroken, match="0 to 99"):
-        check(Commit(base=2, tokens=[100], provisional=True))
     plain = SessionCheck("http://x", asked)
     plain(opened)
-    with pytest.raises(ProtocolBroken, match="only where"):
-        plain(Commit(base=0, tokens=[1], provisional=True))
+    for checked, base, tokens, message in (
+        (check, 0, [4], None),
+        (check, 1, [], None),
+        (check, 2, [100], "0 to 99"),
+        (plain, 0, [1], "only where"),
+    ):
+        with pytest.raises(ProtocolBroken, match=message):
+            checked(Commit(base=base, tokens=tokens, provisional=True))
 
 
 def test_only_the_last_provisional_token_waits_to_be_expanded() -> None:

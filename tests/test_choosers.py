@@ -72,9 +72,8 @@ class Case:
     def truth(self, prompt: Sequence[int]) -> list[int]:
         """Target-only text by the plainest loop: states made anew for every token."""
         runtime, tokens = FakeBatchRuntime(vocab_size=self.vocab_size), list(prompt)
-        blocks = range(runtime.num_blocks)
         for made in range(self.count):
-            row = runtime.forward([SequenceSlice(tokens, 0, blocks, 1)])[0]
+            row = runtime.forward([SequenceSlice(tokens, 0, range(runtime.num_blocks), 1)])[0]
             plan = ProcessorPlan(self.rules, self.stops, made, self.grammar)
             changed = apply_all(plan.states(tokens, self.vocab_size), row)
             tokens.append(pick(changed, SAMPLED, len(tokens), plan.narrowing))
@@ -134,8 +133,7 @@ def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(case: Case, 
     drafts = [(expected[:8], 7), *(([*expected[:3], each, *expected[4:6]], 2) for each in wrong)]
     for draft, accepted in drafts:
         found = case.written(case.request(PROMPT, draft=tuple(draft)))
-        assert found.tokens == expected
-        assert found.commits[1].accepted == accepted  # the pass after the prompt's
+        assert (found.tokens, found.commits[1].accepted) == (expected, accepted)  # the pass after the prompt's
     assert case.written(case.request(PROMPT)).tokens == expected
 
 
@@ -152,15 +150,14 @@ def test_a_tree_changes_nothing(case: Case, expected: list[int]) -> None:
         if tokens:
             harness.engine.draft_tree(number, TreeDraft(base, base * 8, tokens, parents, [0] * len(tokens)))
         harness.step()
-    assert found.tokens == expected
-    assert max(commit.accepted for commit in found.commits) > 1
+    assert found.tokens == expected and max(commit.accepted for commit in found.commits) > 1
 
 
-def test_a_resumed_text_goes_on_as_if_it_had_not_stopped(case: Case, expected: list[int]) -> None:
+@pytest.mark.parametrize("cut", [1, 5])
+def test_a_resumed_text_goes_on_as_if_it_had_not_stopped(case: Case, expected: list[int], cut: int) -> None:
     """With `num_generated` its first part counts as text; in the prompt alone it would not."""
-    for cut in (1, 5):
-        found = case.written(case.request([*PROMPT, *expected[:cut]], num_generated=cut))
-        assert (expected[:cut] + found.tokens)[: len(expected)] == expected
+    found = case.written(case.request([*PROMPT, *expected[:cut]], num_generated=cut))
+    assert (expected[:cut] + found.tokens)[: len(expected)] == expected
 
 
 def test_preemption_and_a_failed_step_leave_the_states_where_the_text_is(case: Case) -> None:
@@ -213,23 +210,21 @@ def test_a_text_whose_grammar_fails_ends_alone(in_json: Case, compiler: GrammarC
 
 
 @pytest.mark.parametrize(
-    ("field", "rules"),
+    ("message", "rules", "num_generated"),
     [
-        ("logit_bias", ProcessorOptions(logit_bias=((VOCAB, 1.0),))),
-        ("bad_words", ProcessorOptions(bad_words=((1,), (2, VOCAB)))),
-        ("allowed_token_ids", ProcessorOptions(allowed_ids=(1, VOCAB + 5))),
+        ("logit_bias has token id 64; ", ProcessorOptions(logit_bias=((VOCAB, 1.0),)), 0),
+        ("bad_words has token id 64; ", ProcessorOptions(bad_words=((1,), (2, VOCAB))), 0),
+        ("allowed_token_ids has token id 69; ", ProcessorOptions(allowed_ids=(1, VOCAB + 5)), 0),
+        ("generated is 99", RULES["bias"], 99),  # it counts tokens of the prompt, and of a held prefix
     ],
 )
-def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(field: str, rules: ProcessorOptions) -> None:
+def test_what_the_model_or_the_prompt_lacks_is_refused_by_the_fields_name(
+    message: str, rules: ProcessorOptions, num_generated: int
+) -> None:
     """As in prompts and drafts."""
-    with refused("token_out_of_range", match=f"^{field} has token id 6[49]; "):
-        Harness().submit(PROMPT, processors=rules)
-
-
-def test_a_text_cannot_be_longer_than_what_holds_it() -> None:
-    """`generated` counts tokens of the prompt, and of a held prefix."""
-    with pytest.raises(RequestError, match=r"^generated is 99"):
-        Harness().submit(PROMPT, processors=RULES["bias"], num_generated=99)
+    with pytest.raises(RequestError, match=f"^{message}") as error:
+        Harness().submit(PROMPT, processors=rules, num_generated=num_generated)
+    assert num_generated or error.value.code == "token_out_of_range"
 
 
 def test_rules_and_grammars_are_part_of_what_decides_a_text(in_json: Case, compiler: GrammarCompiler) -> None:
@@ -245,11 +240,10 @@ def test_rules_and_grammars_are_part_of_what_decides_a_text(in_json: Case, compi
 def test_ids_in_rules_count_toward_the_queues_bound() -> None:
     """A client cannot have more held in rules than in prompts."""
     rules = ProcessorOptions(logit_bias=((1, 1.0),), bad_words=((1, 2), (3,)), allowed_ids=(1, 2, 3))
-    assert rules.num_ids == 7
     harness = Harness()
     harness.submit(PROMPT, processors=rules)
     (sequence,) = harness.engine._sequences.values()
-    assert sequence.num_counted == len(PROMPT) + 7
+    assert (rules.num_ids, sequence.num_counted) == (7, len(PROMPT) + 7)
 
 
 class NoneTwice:
@@ -277,9 +271,7 @@ class NoneTwice:
 
 def test_a_state_follows_the_tokens_that_are_chosen_and_no_others() -> None:
     """Along an accepted branch, not a rejected one; back where a row is not finite."""
-    rows = np.zeros((4, 5), dtype=np.float32)
-    rows[:, 2], rows[:, 3] = 2.0, 1.0
-    state = NoneTwice()
+    rows, state = np.tile(np.array([0, 0, 2, 1, 0], np.float32), (4, 1)), NoneTwice()
     chooser = TokenChooser(SamplingParams(), [state])
     # 2 then 3 are drafted, beside 4: 2 and 3 are accepted, and 0 follows.
     branch = chooser.choose(rows, [4, 2, 3], [-1, -1, 1], 7)
@@ -287,8 +279,7 @@ def test_a_state_follows_the_tokens_that_are_chosen_and_no_others() -> None:
     rows[1] = np.nan
     with pytest.raises(ModelFault):
         chooser.choose(rows, [1], [-1], 10)
-    assert state.seen == [2, 3, 0]
-    assert np.isfinite(rows[0]).all()
+    assert state.seen == [2, 3, 0] and np.isfinite(rows[0]).all()
 
 
 # -- logprobs ----------------------------------------------------------------------------------------------------------
@@ -300,11 +291,9 @@ def test_logprobs_come_with_their_tokens_whatever_was_drafted(kind: type[FakeBat
     case, truth = Case(kind, stops=frozenset(), count=6), plain(PROMPT, SAMPLED, 6)
     drafts = (), (*truth[:3], (truth[3] + 1) % VOCAB)
     bare, drafted = (case.written(case.request(PROMPT, draft=draft, num_logprobs=3)) for draft in drafts)
-    assert bare.tokens == drafted.tokens == truth
-    assert drafted.commits[1].accepted == 2
-    shown = [each for commit in drafted.commits for each in commit.logprobs]
-    assert shown == [each for commit in bare.commits for each in commit.logprobs]
-    assert [each.token for each in shown] == truth
+    assert bare.tokens == drafted.tokens == truth and drafted.commits[1].accepted == 2
+    shown, of_bare = ([each for commit in found.commits for each in commit.logprobs] for found in (drafted, bare))
+    assert shown == of_bare and [each.token for each in shown] == truth
     assert all(len(each.top) == 3 and each.top[0][1] >= each.logprob for each in shown)
 
 
@@ -312,10 +301,8 @@ def test_logprobs_are_those_of_the_model() -> None:
     """Ties by id; a masked id has no chance."""
     row = np.array([*np.log([0.1, 0.4, 0.1, 0.4]), -np.inf], dtype=np.float32)
     found = logprobs_of(row, 2, 3)
-    assert found.logprob == pytest.approx(np.log(0.1))
-    assert [token for token, _ in found.top] == [1, 3, 0]
-    assert found.top[0][1] == pytest.approx(np.log(0.4))
-    assert logprobs_of(row, 1, 0).top == ()
+    assert [token for token, _ in found.top] == [1, 3, 0] and logprobs_of(row, 1, 0).top == ()
+    assert (found.logprob, found.top[0][1]) == pytest.approx((np.log(0.1), np.log(0.4)))
 
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 1000.0])

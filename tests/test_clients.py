@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from pydantic import BaseModel, ValidationError
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
 from tools import fields_page
-from tools.fields_page import IGNORED, VLLM, state_of
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
@@ -34,6 +34,7 @@ CHAT_UI = ROOT / "examples" / "chat_ui"
 KEY = "a-key-of-your-own"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "zip"}]
 ASKED: dict[str, Any] = {"model": "fake", "max_tokens": 12, "seed": 7}
+LONG: Any = {"model": "fake", "prompt": "zip", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 SENT_BY_CLIENTS: dict[str, Any] = {
     "n": 1,
     "frequency_penalty": 0,
@@ -57,21 +58,18 @@ def client(url: str) -> Iterator[Any]:
         yield opened
 
 
-def chat_text(cloud: FakeServer, messages: Any = MESSAGES, **fields: Any) -> str:
+def choice_of(cloud: FakeServer, path: str, **fields: Any) -> dict[str, Any]:
     """What the verifier answers to a plain request."""
     # verify: no certificates to load, which takes longer than the answer
-    asked = {"messages": messages, **ASKED, **fields}
-    answer = httpx.post(f"{cloud.url}/v1/chat/completions", json=asked, verify=False)
-    text: str = answer.json()["choices"][0]["message"]["content"]
-    assert text
-    return text
+    return dict(httpx.post(f"{cloud.url}/v1/{path}", json=ASKED | fields, verify=False).json()["choices"][0])
+
+
+def chat_text(cloud: FakeServer, messages: Any = MESSAGES, **fields: Any) -> str:
+    return str(choice_of(cloud, "chat/completions", messages=messages, **fields)["message"]["content"])
 
 
 def plain_text(cloud: FakeServer, prompt: str = "zip", **fields: Any) -> str:
-    answer = httpx.post(f"{cloud.url}/v1/completions", json={"prompt": prompt, **ASKED, **fields}, verify=False)
-    text: str = answer.json()["choices"][0]["text"]
-    assert text
-    return text
+    return str(choice_of(cloud, "completions", prompt=prompt, **fields)["text"])
 
 
 def unknown(message: BaseModel, prefix: str = "") -> set[str]:
@@ -101,18 +99,14 @@ def test_a_chat_answer_has_openais_schema(cloud: FakeServer, client: Any) -> Non
     whole = json.loads(client.chat.completions.with_raw_response.create(messages=MESSAGES, **ASKED).content)
     chat = ChatCompletion.model_validate(whole, strict=True)
     assert unknown(chat) == {"seed", "metrics"} and whole["seed"] == 7
-    (choice,) = whole["choices"]
-    assert choice == {
-        "index": 0,
-        "message": {"role": "assistant", "content": chat_text(cloud), "refusal": None},
-        "logprobs": None,
-        "finish_reason": "length",
-    }
+    message = {"role": "assistant", "content": chat_text(cloud), "refusal": None}
+    assert message["content"]
+    assert whole["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     assert re.fullmatch(r"chatcmpl-[\w-]{16}", chat.id) and before_s <= chat.created <= time.time()
     assert chat.model == "fake" and chat.system_fingerprint == cloud.core.model.target != ""
-    usage = chat.usage
-    assert usage is not None and usage.completion_tokens == 12
-    assert usage.total_tokens == usage.prompt_tokens + 12 and usage.completion_tokens_details is not None
+    usage: Any = chat.usage
+    assert usage.completion_tokens == 12 and usage.completion_tokens_details is not None
+    assert usage.total_tokens == usage.prompt_tokens + 12
 
 
 def test_a_completion_has_openais_schema(cloud: FakeServer, client: Any) -> None:
@@ -120,9 +114,8 @@ def test_a_completion_has_openais_schema(cloud: FakeServer, client: Any) -> None
     whole = json.loads(client.completions.with_raw_response.create(prompt="zip", **ASKED).content)
     completion = Completion.model_validate(whole, strict=True)
     assert unknown(completion) == {"seed", "metrics"} and completion.id.startswith("cmpl-")
-    assert whole["choices"] == [
-        {"index": 0, "text": plain_text(cloud), "logprobs": None, "finish_reason": "length"},
-    ]
+    text = plain_text(cloud)
+    assert text and whole["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
     assert completion.system_fingerprint == cloud.core.model.target
     *chunks, last = client.completions.create(prompt="zip", stream=True, **ASKED)
     for chunk in chunks:
@@ -130,7 +123,7 @@ def test_a_completion_has_openais_schema(cloud: FakeServer, client: Any) -> None
             Completion.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
         assert [error["loc"] for error in refused.value.errors()] == [("choices", 0, "finish_reason")]
     Completion.model_validate(last.model_dump(exclude_unset=True), strict=True)
-    assert "".join(chunk.choices[0].text for chunk in [*chunks, last]) == plain_text(cloud)
+    assert "".join(chunk.choices[0].text for chunk in [*chunks, last]) == text
 
 
 def test_a_stream_has_openais_schema(cloud: FakeServer, client: Any) -> None:
@@ -164,9 +157,9 @@ def test_each_field_of_openais_works_is_refused_or_is_without_effect(kind: str) 
     """Nothing that a client can ask for is dropped because nobody knew it; docs/fields.md says what each does."""
     page = fields_page.PAGE.read_text(encoding="utf-8")
     assert page == fields_page.page(), "run make docs"
-    for name in (*fields_page.OPENAI[kind], *VLLM[kind]):
-        assert state_of(name, fields_page.REQUESTS[kind]) is not None and f"| `{name}` |" in page
-    assert not set(IGNORED) & (set(ChatRequest.model_fields) | set(ChatRequest.neutral_values()))
+    for name in (*fields_page.OPENAI[kind], *fields_page.VLLM[kind]):
+        assert fields_page.state_of(name, fields_page.REQUESTS[kind]) is not None and f"| `{name}` |" in page
+    assert not set(fields_page.IGNORED) & (set(ChatRequest.model_fields) | set(ChatRequest.neutral_values()))
 
 
 USER: Any = [{"role": "user", "content": "zip"}]
@@ -259,11 +252,9 @@ def test_errors_are_typed_and_named(
     client: Any, call: Call, kind: type[openai.APIStatusError], code: str, param: str | None, words: str
 ) -> None:
     """The client raises its own error; code, field and message are ours."""
-    with pytest.raises(kind) as raised:
+    with pytest.raises(kind, match=re.escape(words)) as raised:
         call(client)
-    error = raised.value
-    assert (error.code, error.param, error.type) == (code, param, "invalid_request_error")
-    assert words in error.message
+    assert (raised.value.code, raised.value.param, raised.value.type) == (code, param, "invalid_request_error")
 
 
 def test_a_key_that_is_not_accepted(cloud: FakeServer) -> None:
@@ -272,8 +263,8 @@ def test_a_key_that_is_not_accepted(cloud: FakeServer) -> None:
         serve_fake(ServerSettings(KeyRing([KEY * 2]))) as guarded,
         serve_local(guarded.url, LocalSettings(KeyRing([KEY])), api_key=KEY * 2) as endpoint,
     ):
-        for address, key in ((guarded.url, KEY * 2), (endpoint.url, KEY)):
-            with openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:
+        for server, key in ((guarded, KEY * 2), (endpoint, KEY)):
+            with client_of(server) as client:
                 with pytest.raises(openai.AuthenticationError, match="this API key is not accepted") as raised:
                     client.models.list()
                 assert raised.value.code == "unauthorized"
@@ -281,48 +272,55 @@ def test_a_key_that_is_not_accepted(cloud: FakeServer) -> None:
                 assert accepted.choices[0].text == plain_text(cloud)
 
 
+def client_of(server: FakeServer | LocalEndpoint) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+@contextmanager
+def refuses(kind: type[openai.APIStatusError], code: str) -> Iterator[None]:
+    """Each call is refused in this way, with the advice to try again in a second."""
+    with pytest.raises(kind) as raised:
+        yield
+    assert (raised.value.code, raised.value.response.headers["retry-after"]) == (code, "1")
+
+
 def test_a_busy_endpoint_and_one_without_a_verifier() -> None:
     """RateLimitError and InternalServerError, with `Retry-After`, which the client obeys where it retries; more texts
     than there are places are refused for good.
     """
-    gate = StepGate()
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         serve_local(server.url, LocalSettings(max_own=1)) as busy,
         serve_local("http://127.0.0.1:9") as alone,
-        openai.OpenAI(base_url=f"{busy.url}/v1", api_key="unused", max_retries=0) as client,
+        client_of(busy) as client,
+        client_of(alone) as other,
     ):
-        gate.allow(3)
+        server.gate.allow(3)
         with pytest.raises(openai.BadRequestError, match="at most 1 here"):
             client.completions.create(prompt=["zip", "all"], **ASKED)
         with client.completions.create(prompt="zip", stream=True, **ASKED) as stream:
             next(iter(stream))
-            with pytest.raises(openai.RateLimitError) as raised:
+            with refuses(openai.RateLimitError, "too_many_requests"):
                 client.completions.create(prompt="zip", **ASKED)
-            assert raised.value.code == "too_many_requests" and raised.value.response.headers["retry-after"] == "1"
-            gate.open()
-        with openai.OpenAI(base_url=f"{alone.url}/v1", api_key="unused", max_retries=0) as other:
-            with pytest.raises(openai.InternalServerError) as failed:
-                other.completions.create(prompt="zip", **ASKED)
-            assert failed.value.code == "no_verifier" and failed.value.response.headers["retry-after"] == "1"
+            server.gate.open()
+        with refuses(openai.InternalServerError, "no_verifier"):
+            other.completions.create(prompt="zip", **ASKED)
 
 
 def test_a_busy_verifier() -> None:
     """RateLimitError, with `Retry-After`, for more texts at once than a key may have, and BadRequestError, which no
     client repeats, for a call that has more of them itself.
     """
-    with (
-        serve_fake(ServerSettings(max_sessions=1), gate=StepGate()) as busy,
-        openai.OpenAI(base_url=f"{busy.url}/v1", api_key="unused", max_retries=0) as client,
-    ):
+    with serve_fake(ServerSettings(max_sessions=1), gate=StepGate()) as busy, client_of(busy) as client:
         for several in ({"prompt": ["zip", "all"]}, {"prompt": "zip", "n": 2}):
             with pytest.raises(openai.BadRequestError, match="asks for 2 texts; this client may have 1") as refused:
                 client.completions.create(**several, **ASKED)
             assert refused.value.param == "n"
-        with client.completions.create(prompt="zip", stream=True, **ASKED):
-            with pytest.raises(openai.RateLimitError) as raised:
-                client.completions.create(prompt="all", **ASKED)
-            assert raised.value.code == "too_many_sessions" and raised.value.response.headers["retry-after"] == "1"
+        with (
+            client.completions.create(prompt="zip", stream=True, **ASKED),
+            refuses(openai.RateLimitError, "too_many_sessions"),
+        ):
+            client.completions.create(prompt="all", **ASKED)
         busy.gate.open()
         busy.wait_until(busy.is_empty)
         assert client.completions.create(prompt="zip", **ASKED).choices[0].text
@@ -333,25 +331,24 @@ def test_a_busy_verifier() -> None:
 )
 def test_a_stream_that_the_server_ends_raises(is_local: bool, words: str) -> None:
     """The error event of a stream becomes the client's APIError, with our code; new texts are refused meanwhile."""
-    gate = StepGate()
-    with serve_fake(gate=gate, drain_s=30.0) as server, serve_local(server.url, drain_s=30.0) as endpoint:
-        gate.allow(3)
-        ends = endpoint if is_local else server
-        with openai.OpenAI(base_url=f"{ends.url}/v1", api_key="unused", max_retries=0) as client:
-            stream = client.completions.create(
-                model="fake", prompt="zip", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
-            )
-            assert next(stream).choices[0].text
-            ends.server.begin_drain(30.0)
-            with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
-                client.completions.create(prompt="zip", **ASKED)
-            ends.server.begin_drain(0.0)
-            if not is_local:
-                gate.open()
-            with pytest.raises(openai.APIError, match=words) as raised:
-                for _ in stream:
-                    pass
-            assert refused.value.code == raised.value.code == "shutting_down" and refused.value.status_code == 503
+    with (
+        serve_fake(gate=StepGate(), drain_s=30.0) as server,
+        serve_local(server.url, drain_s=30.0) as endpoint,
+        client_of(endpoint if is_local else server) as client,
+    ):
+        server.gate.allow(3)
+        ends = (endpoint if is_local else server).server
+        stream = client.completions.create(**LONG, stream=True)
+        assert next(stream).choices[0].text
+        ends.begin_drain(30.0)
+        with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+            client.completions.create(prompt="zip", **ASKED)
+        ends.begin_drain(0.0)
+        if not is_local:
+            server.gate.open()
+        with pytest.raises(openai.APIError, match=words) as raised:
+            list(stream)
+        assert refused.value.code == raised.value.code == "shutting_down" and refused.value.status_code == 503
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -360,16 +357,14 @@ async def test_a_cancelled_call_frees_everything(is_local: bool, is_stream: bool
     """AsyncOpenAI: a task that is cancelled ends the text, which without it could not end: the target stands still."""
     gate = StepGate()
 
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        if not is_stream:
+            await client.completions.create(**LONG)
+            return
+        async for chunk in await client.completions.create(**LONG, stream=True):
+            gate.allow(0 if chunk.choices[0].text else 1)
+
     with serve_fake(gate=gate) as server, serve_local(server.url) as endpoint:
-
-        async def ask(client: openai.AsyncOpenAI) -> None:
-            fields: Any = {"model": "fake", "prompt": "zip", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
-            if not is_stream:
-                await client.completions.create(**fields)
-                return
-            async for chunk in await client.completions.create(stream=True, **fields):
-                gate.allow(0 if chunk.choices[0].text else 1)
-
         gate.allow(2)
         address = endpoint.url if is_local else server.url
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
@@ -28,23 +28,24 @@ from tests.hostile_bodies import (
     VERIFY,
     HostileBody,
 )
+from tests.local_endpoint import serve_local
 from tests.serving import (
     JSON,
     FakeServer,
     StepGate,
     fake_tokenizer,
-    read_events,
+    open_session,
     serve_fake,
 )
+from tests.waiting import lets_other_threads_run
 
-from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.draft_posts import MAX_DRAFT_BYTES
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
-from outrider.models.http import bodies as requests_module
+from outrider.models.grammar.compiler import Strikes
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import openai
 from outrider.models.http.bodies import (
     MAX_JSON_COMMAS,
@@ -55,7 +56,7 @@ from outrider.models.http.bodies import (
 from outrider.models.http.encoding import encode_prediction, encode_prompts
 from outrider.models.http.errors import from_validation
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest
+from outrider.models.wire.protocol import DraftRequest, SessionRequest
 
 MESSAGES: dict[str, type[BaseModel]] = {
     COMPLETIONS: openai.CompletionRequest,
@@ -74,19 +75,15 @@ def named(body: HostileBody) -> str:
 @pytest.fixture(scope="module")
 def server_and_session() -> Iterator[tuple[FakeServer, str]]:
     """A server with one open session, and its id. Its budgets take all drafts, however fast they come."""
-    body = {"prompt": [1], "max_tokens": 10}
     settings = ServerSettings(draft_limits=DraftLimits(session_burst=1e6, owner_burst=1e6))
     with (
         serve_fake(settings, gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", SESSIONS, json=body) as response,
+        open_session(client, {"prompt": [1], "max_tokens": 10}) as session,
     ):
-        events = read_events(response)
-        opened = next(events)
-        assert isinstance(opened, SessionOpen)
-        yield server, opened.session
+        yield server, session.opened.session
         server.gate.open()
-        assert list(events)
+        assert list(session.events)
 
 
 @pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
@@ -95,31 +92,21 @@ def test_a_hostile_body_gets_one_error(
 ) -> None:
     """However many elements are wrong, validation stops at the first; no such text is tokenized."""
     server, session = server_and_session
-    noted = Counter[str]()
+    num_faults: list[int] = []
 
     def spy(faults: list[Any], **options: Any) -> RequestError:
-        noted["faults"] += len(faults)
-        error: RequestError = from_validation(faults, **options)
-        return error
+        num_faults.append(len(faults))
+        return from_validation(faults, **options)
 
-    def encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
-        noted["tokenized"] += 1
-        return []
-
-    for module in (requests_module, verify_module):
-        monkeypatch.setattr(module, "from_validation", spy)
-
-    async def seek(self: Admission, request: GenerateRequest) -> GenerateRequest:
-        noted["sought"] += 1
-        return request
-
+    for module in ("models.http.bodies", "cloud.api.verify"):
+        monkeypatch.setattr(f"outrider.{module}.from_validation", spy)
+    encode, sought = Mock(return_value=[]), AsyncMock()
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    monkeypatch.setattr(Admission, "sought", seek)
+    monkeypatch.setattr(Admission, "sought", sought)
     content = body.make(MAX_DRAFT_BYTES if body.path == DRAFTS else MAX_BYTES)
     answer = httpx.post(server.url + body.path.format(session=session), content=content, headers=JSON, timeout=60)
     assert (answer.status_code // 100, answer.json()["error"]["code"]) == (4, body.code)
-    assert noted["faults"] <= 2 and noted.keys() <= {"faults"}
-    assert len(answer.content) < 1000
+    assert sum(num_faults) <= 2 and not encode.called and not sought.called and len(answer.content) < 1000
 
 
 @pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
@@ -158,19 +145,16 @@ def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, ma
                 count(each)
 
     count(value)
-    text = json.dumps(value, ensure_ascii=False)
-    is_refused = False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests_module, "MAX_JSON_PARTS", limit)
-        patch.setattr(requests_module, "MAX_JSON_KEYS", max_keys)
-        patch.setattr(requests_module, "MAX_JSON_COMMAS", max_commas)
-        try:
-            assert load(text.encode()) == value
-        except RequestError:
-            is_refused = True
-    most_commas = max(max_commas, len(text.encode()) * max_commas >> 20)
+    text = json.dumps(value, ensure_ascii=False).encode()
+    most_commas = max(max_commas, len(text) * max_commas >> 20)
     are_too_many = max(found["parts"], found["strings"]) > limit
-    assert is_refused == (are_too_many or found["keys"] > max_keys or found["commas"] > most_commas)
+    limits: Any = {"MAX_JSON_PARTS": limit, "MAX_JSON_KEYS": max_keys, "MAX_JSON_COMMAS": max_commas}
+    with patch.multiple("outrider.models.http.bodies", **limits):
+        if are_too_many or found["keys"] > max_keys or found["commas"] > most_commas:
+            with pytest.raises(RequestError):
+                load(text)
+        else:
+            assert load(text) == value
 
 
 def test_a_prompt_of_short_ids_is_taken_up_to_a_bound() -> None:
@@ -184,9 +168,8 @@ def test_a_prompt_of_short_ids_is_taken_up_to_a_bound() -> None:
 
 def test_text_full_of_brackets_is_no_structure() -> None:
     """A prompt of code may have more brackets than a body may have lists."""
-    text = '[{"a": \\"b\\"}]\\\\' * (MAX_JSON_PARTS // 4)
-    body = parse(openai.CompletionRequest, openai.CompletionRequest(prompt=text).model_dump_json().encode())
-    assert body.prompt == text
+    body = openai.CompletionRequest(prompt='[{"a": \\"b\\"}]\\\\' * (MAX_JSON_PARTS // 4))
+    assert parse(openai.CompletionRequest, body.model_dump_json().encode()).prompt == body.prompt
 
 
 NUMBERS: dict[str, tuple[Any, ...]] = dict.fromkeys(
@@ -234,22 +217,9 @@ def test_an_integer_is_a_number_and_a_fraction_is_no_integer() -> None:
 
 
 def test_tokenizing_a_long_text_lets_other_threads_run() -> None:
-    """Another thread gets the interpreter again and again while a text is tokenized."""
+    """Another thread gets the interpreter while a text is tokenized."""
     tokenizer = fake_tokenizer()
-    is_done = threading.Event()
-
-    def tokenize() -> None:
-        tokenizer.encode("def verify(tokens) " * 20_000)
-        is_done.set()
-
-    worker = threading.Thread(target=tokenize)
-    worker.start()
-    num_turns = 0
-    while not is_done.is_set():
-        time.sleep(0)  # gives the interpreter away, and waits for it
-        num_turns += 1
-    worker.join()
-    assert num_turns > 100
+    assert lets_other_threads_run(lambda: tokenizer.encode("def verify(tokens) " * 20_000), attempts=5)
 
 
 @given(st.text(max_size=60))
@@ -269,54 +239,75 @@ def test_a_text_of_far_too_many_tokens_is_tokenized_in_part(unit: str, monkeypat
         tokenized.append(len(ids))
         return ids
 
+    def encoded(**fields: Any) -> Any:
+        return encode_prompts(tokenizer, 4000, openai.CompletionRequest.model_validate(fields))
+
     monkeypatch.setattr(Tokenizer, "encode", spy)
     text = unit * 60_000
-    body = openai.CompletionRequest.model_validate({"prompt": text})
     with refused("context_length_exceeded", match="characters, which are more than the 4000 tokens"):
-        encode_prompts(tokenizer, 4000, body)
+        encoded(prompt=text)
     most = 4 * (1 << 15)  # of a part: a character may have four tokens
     assert len(tokenized) == 2 and sum(tokenized) <= most
     for more in ({"prompt": text, "truncate_prompt_tokens": 3}, {"prompt": "a", "suffix": text}):
-        body = openai.CompletionRequest.model_validate(more)
         with pytest.raises(RequestError, match=r"characters, which are more than the (16384 tokens .* cuts|4000 )"):
-            encode_prompts(tokenizer, 4000, body)
+            encoded(**more)
     assert max(tokenized) <= most
     long = unit * 9_000  # over the context, yet not by far
-    body = openai.CompletionRequest.model_validate({"prompt": long, "truncate_prompt_tokens": 3})
-    assert encode_prompts(tokenizer, 4000, body) == [encode(tokenizer, long)[-3:]]
+    assert encoded(prompt=long, truncate_prompt_tokens=3) == [encode(tokenizer, long)[-3:]]
     predicted = {"prompt": "a", "prediction": {"type": "content", "content": text}}
     with pytest.raises(RequestError, match="expected at most 16384 tokens"):
         encode_prediction(tokenizer, openai.CompletionRequest.model_validate(predicted))
-    assert max(tokenized) <= most
-    short = openai.CompletionRequest.model_validate({"prompt": unit * 100})
-    assert encode_prompts(tokenizer, 4000, short) == [encode(tokenizer, unit * 100)]
+    assert max(tokenized) <= most and encoded(prompt=unit * 100) == [encode(tokenizer, unit * 100)]
 
 
 def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that gets no slot costs no tokenizing."""
+    """A call that gets no slot costs no tokenizing, and one that is refused later frees its slots."""
     with (
-        serve_fake(ServerSettings(max_sessions=1), gate=StepGate()) as server,
+        serve_fake(ServerSettings(max_sessions=2), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
     ):
-        with client.stream("POST", SESSIONS, json={"prompt": [1], "max_tokens": 2}):
+        with (
+            client.stream("POST", SESSIONS, json={"prompt": [1], "max_tokens": 2}),
+            client.stream("POST", SESSIONS, json={"prompt": [1], "max_tokens": 2}),
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
                 for path, body in (
                     (COMPLETIONS, {"prompt": "a"}),
                     (CHAT, {"messages": [{"role": "user"}]}),
-                    (SESSIONS, {}),  # nor parsed
+                    (RENDER, {}),  # nor parsed
+                    (SESSIONS, {}),
                 ):
                     assert client.post(path, json=body).json()["error"]["code"] == "too_many_sessions"
             server.gate.open()
         server.wait_until(server.is_empty)
-
-
-def test_a_refused_text_frees_its_slots() -> None:
-    """Whichever step refuses a call: its slots are free afterwards."""
-    with serve_fake() as server:
-        for path, body in (
-            (COMPLETIONS, {"prompt": ["a", ""]}),
-            (CHAT, {"messages": [{"role": "user", "content": "a" * 100_000}]}),
-        ):
-            assert httpx.post(server.url + path, json=body).status_code == 400
+        assert client.post(COMPLETIONS, json={"prompt": ["a", ""]}).status_code == 400
+        long = {"messages": [{"role": "user", "content": "a" * 100_000}]}
+        assert client.post(CHAT, json=long).status_code == 400
         server.wait_until(server.is_empty)
+
+
+def test_a_grammar_is_read_in_a_thread_and_only_where_it_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of 60 kB takes some 50 ms: none of the event loop, and none for a client whose grammars are refused."""
+    noted = list[str]()
+
+    def spy(self: GrammarSpec) -> None:
+        noted.append(threading.current_thread().name)
+        raise RequestError("invalid_grammar", "read")
+
+    monkeypatch.setattr(GrammarSpec, "__post_init__", spy)
+    grammar = {"kind": "regex", "text": "a"}
+    with serve_fake() as cloud, serve_local(cloud.url) as local:
+        calls: tuple[tuple[str, Any], ...] = (
+            (cloud.url + COMPLETIONS, {"prompt": "a", "guided_regex": "a"}),
+            (cloud.url + SESSIONS, {"prompt": [1], "max_tokens": 1, "grammar": grammar}),
+            (cloud.url + VERIFY, {"items": [{"prefix": [1], "grammar": grammar}]}),
+            (local.url + COMPLETIONS, {"prompt": "a", "guided_regex": "a"}),
+        )
+        assert [httpx.post(url, json=body).json()["error"]["code"] for url, body in calls] == ["invalid_grammar"] * 4
+        assert len(noted) == 4 and all(name.startswith("outrider-texts") for name in noted)
+        monkeypatch.setattr(Strikes, "seconds_left", lambda *_: 5.0)
+        assert [httpx.post(url, json=body).json()["error"]["code"] for url, body in calls] == ["too_many_grammars"] * 4
+        free = {"prompt": "a", "max_tokens": 1, "response_format": {"type": "text"}}
+        assert httpx.post(cloud.url + COMPLETIONS, json=free).status_code == 200 and len(noted) == 4
+        cloud.wait_until(cloud.is_empty)

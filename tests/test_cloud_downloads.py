@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from tests.drafts import make_draft
 from tests.engine_harness import refused
-from tests.raw_client import Raw
+from tests.raw_client import Raw, unread
 from tests.serving import FakeServer, code_of, fake_tokenizer, save_fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import DownloadLimits, DownloadSlots, DraftFiles, ServerSettings
 from outrider.cloud.server.offered import find_offered, find_tokenizer_files
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError
-from outrider.models.http.security import KeyRing
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.offered import DraftList, TokenizerFiles
 
@@ -59,15 +56,14 @@ def test_drafts_for_another_target_are_named_in_the_log_and_not_offered(
     make_draft(tmp_path / "stranger", tokenizer_fingerprint="0" * 64)
     make_draft(tmp_path / "target", role="target")
     make_draft(tmp_path / "bad name")
-    make_draft(tmp_path / "damaged")
-    (tmp_path / "damaged" / "openvino_model.bin").write_bytes(b"WEIGHTS")
+    (make_draft(tmp_path / "damaged").path / "openvino_model.bin").write_bytes(b"WEIGHTS")
     (tmp_path / "linked").symlink_to(tmp_path / "good", target_is_directory=True)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", ".hidden"):
+        (tmp_path / name).mkdir()
     (tmp_path / "notes.txt").write_text("no bundle")
-    (tmp_path / ".hidden").mkdir()
     with caplog.at_level(logging.INFO):
         found = offered_in(tmp_path, shares_tokenizer=False)
-    assert [each.entry.name for each in found] == ["good"]
+    assert [each.entry.name for each in found] == ["good"] and "1 draft is offered: good" in caplog.text
     reasons = {
         "stranger": f"000000000000, the target's is {fake_tokenizer().fingerprint[:12]} and not shared",
         "target": "it is a target bundle; expected a draft",
@@ -80,7 +76,6 @@ def test_drafts_for_another_target_are_named_in_the_log_and_not_offered(
     assert len(warnings) == len(reasons)
     for name, reason in reasons.items():
         assert any(line.startswith(f"draft {name} is not offered: ") and reason in line for line in warnings)
-    assert "1 draft is offered: good" in caplog.text
     assert [each.entry.name for each in offered_in(tmp_path / "good")] == ["good"]
     with pytest.raises(ConfigError, match="is not a directory; expected one that holds draft bundles"):
         offered_in(tmp_path / "nowhere")
@@ -111,27 +106,18 @@ def test_the_list_says_what_a_device_needs_to_choose(offered: tuple[FakeServer, 
     """Device, runtime, precision, size, the card's acceptance by this target, and each file's digest."""
     server, place = offered
     listed = DraftList.model_validate(httpx.get(server.url + "/v1/drafts").json())
-    assert (listed.model, listed.tokenizer) == ("fake", fake_tokenizer().fingerprint)
-    assert listed.target == server.core.model.target
+    target = ("fake", fake_tokenizer().fingerprint, server.core.model.target)
+    assert (listed.model, listed.tokenizer, listed.target) == target
     (draft,) = listed.drafts
     assert (draft.name, draft.model, draft.device, draft.runtime) == ("cpu-int8", "tiny-draft", "cpu", "openvino")
-    assert (draft.precision, draft.acceptance) == ("fp32", 0.75)
-    assert draft.files[0].path == "manifest.json"
-    listed_paths = {path for path in place.iterdir() if path.name != "unlisted.md"}
-    assert {file.path for file in draft.files} == {path.name for path in listed_paths}
-    assert draft.size_bytes == sum(path.stat().st_size for path in listed_paths)
+    assert (draft.precision, draft.acceptance) == ("fp32", 0.75) and draft.files[0].path == "manifest.json"
+    sizes = {path.name: path.stat().st_size for path in place.iterdir() if path.name != "unlisted.md"}
+    assert {file.path: file.size for file in draft.files} == sizes and draft.size_bytes == sum(sizes.values())
     for file in draft.files:
         answer = httpx.get(f"{server.url}/v1/drafts/cpu-int8/{file.path}")
         assert answer.status_code == 200 and answer.content == (place / file.path).read_bytes()
         assert answer.headers["etag"] == f'"{file.sha256}"' and file.sha256 == hash_file(place / file.path)
         assert answer.headers["content-length"] == str(file.size)
-
-
-def test_without_the_option_nothing_is_offered() -> None:
-    """An empty list, which is an answer."""
-    with serve_fake() as server:
-        assert httpx.get(server.url + "/v1/drafts").json()["drafts"] == []
-        assert httpx.get(server.url + WEIGHTS).json()["error"]["code"] == "unknown_draft"
 
 
 @pytest.mark.parametrize(
@@ -154,24 +140,20 @@ def test_without_the_option_nothing_is_offered() -> None:
 def test_ranges(offered: tuple[FakeServer, Path], asked: str, status: int, part: slice | None) -> None:
     """One range is honoured, what is none is ignored, one without a byte is refused."""
     answer = httpx.get(offered[0].url + WEIGHTS, headers={"Range": asked})
-    assert answer.status_code == status
     if part is None:
-        assert answer.headers["content-range"] == "bytes */2048"
-        assert answer.json()["error"]["code"] == "range_not_satisfiable"
-        return
-    assert answer.content == CONTENT[part]
-    assert ("content-range" in answer.headers) == (status == 206)
-    if status == 206:
-        first, last, _ = part.indices(2048)
-        assert answer.headers["content-range"] == f"bytes {first}-{last - 1}/2048"
+        assert code_of(answer) == (status, "range_not_satisfiable")
+    else:
+        assert (answer.status_code, answer.content) == (status, CONTENT[part])
+    first, last, _ = (part or slice(None)).indices(2048)
+    expected = {206: f"bytes {first}-{last - 1}/2048", 416: "bytes */2048"}.get(status)
+    assert answer.headers.get("content-range") == expected
 
 
 def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
     """The rest of a file that is another one now is never sent as the rest; what is unchanged is not sent again."""
     url, tag = offered[0].url + WEIGHTS, f'"{hash_file(offered[1] / "openvino_model.bin")}"'
-    rest = {"Range": "bytes=2000-"}
-    assert httpx.get(url, headers=rest | {"If-Range": tag}).content == CONTENT[2000:]
-    assert httpx.get(url, headers=rest | {"If-Range": '"other"'}).content == CONTENT
+    for unless, expected in ((tag, CONTENT[2000:]), ('"other"', CONTENT)):
+        assert httpx.get(url, headers={"Range": "bytes=2000-", "If-Range": unless}).content == expected
     unchanged = httpx.get(url, headers={"If-None-Match": f'"other", W/{tag}'})
     assert (unchanged.status_code, unchanged.content, unchanged.headers["etag"]) == (304, b"", tag)
     head = httpx.head(url)
@@ -210,7 +192,7 @@ def test_only_listed_names_lead_to_files(offered: tuple[FakeServer, Path], path:
 
 
 def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens in the directories after the start."""
+    """Whatever happens in the directories after the start. A server that shuts down sends none."""
     drafts, own, outside = tmp_path / "drafts", tmp_path / "own", tmp_path / "outside"
     weights = make_draft(drafts / "cpu-int8", content=CONTENT).path / "openvino_model.bin"
     own.mkdir()
@@ -230,30 +212,12 @@ def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path, m
                 assert code_of(answer) == (410, code) and told in answer.text
                 change()
         weights.write_bytes(CONTENT)
+        monkeypatch.setattr(server.core, "is_draining", True)
+        assert code_of(httpx.get(server.url + WEIGHTS)) == (503, "shutting_down")
+        monkeypatch.setattr(server.core, "is_draining", False)
         weights.parent.rename(tmp_path / "moved")
         weights.parent.symlink_to(tmp_path / "moved", target_is_directory=True)
-        assert httpx.get(server.url + WEIGHTS).status_code == 410
-        assert server.core.downloads.total == 0
-
-
-def test_downloads_need_the_key(tmp_path: Path) -> None:
-    """As every route."""
-    make_draft(tmp_path / "cpu-int8", content=CONTENT)
-    key = "a-key-of-enough-characters"
-    with serve_fake(ServerSettings(keys=KeyRing([key])), drafts=tmp_path) as server:
-        for path in ("/v1/drafts", WEIGHTS, "/v1/tokenizer", TOKENIZER):
-            assert httpx.get(server.url + path).status_code == 401
-            assert httpx.get(server.url + path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
-
-
-def unread_download(server: FakeServer) -> socket.socket:
-    """A client that asks for the weights and reads none of them."""
-    parts = urlsplit(server.url)
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((parts.hostname, parts.port))
-    connection.sendall(f"GET {WEIGHTS} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
-    return connection
+        assert httpx.get(server.url + WEIGHTS).status_code == 410 and server.core.downloads.total == 0
 
 
 @pytest.mark.parametrize(
@@ -264,17 +228,13 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
     """Of one owner and in all; a client that leaves makes room, and nothing else waits for it."""
     make_draft(tmp_path / "cpu-int8", content=bytes(16 << 20))
     with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
-        slow = unread_download(server)
-        try:
+        with unread(server, f"GET {WEIGHTS} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()):
             server.wait_until(lambda: server.core.downloads.total == 1)
-            refused = httpx.get(server.url + WEIGHTS)
-            assert code_of(refused) == (status, "too_many_downloads")
-            assert int(refused.headers["retry-after"]) >= 1
-            assert code_of(httpx.get(server.url + TOKENIZER)) == (status, "too_many_downloads")
+            for path in (WEIGHTS, TOKENIZER):
+                refused = httpx.get(server.url + path)
+                assert code_of(refused) == (status, "too_many_downloads") and int(refused.headers["retry-after"]) >= 1
             assert httpx.get(server.url + "/v1/drafts").status_code == 200
             assert httpx.head(server.url + WEIGHTS).status_code == 200
-        finally:
-            slow.close()
         server.wait_until(lambda: server.core.downloads.total == 0)
         assert len(httpx.get(server.url + WEIGHTS).content) == 16 << 20
 
@@ -287,15 +247,6 @@ def test_a_download_that_is_too_slow_is_cut(tmp_path: Path) -> None:
         with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
             httpx.get(server.url + WEIGHTS)
         server.wait_until(lambda: server.core.downloads.total == 0)
-
-
-def test_a_server_that_shuts_down_ends_downloads(tmp_path: Path) -> None:
-    """New ones are refused by name."""
-    make_draft(tmp_path / "cpu-int8", content=CONTENT)
-    with serve_fake(drafts=tmp_path) as server:
-        server.core.is_draining = True
-        assert code_of(httpx.get(server.url + WEIGHTS)) == (503, "shutting_down")
-        server.core.is_draining = False
 
 
 async def test_a_refusal_comes_late_and_says_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +273,7 @@ async def test_a_refusal_comes_late_and_says_why_it_was_refused(monkeypatch: pyt
 
 
 def test_the_tokenizer_is_listed_and_can_be_loaded_again(tmp_path: Path) -> None:
-    """Its files have the bytes and hashes of the list."""
+    """Its files have the bytes and hashes of the list. Drafts are listed only where there is a directory of them."""
     own = fake_tokenizer()
     with serve_fake() as server, httpx.Client(base_url=server.url) as client:
         listed = TokenizerFiles.model_validate(client.get("/v1/tokenizer").json())
@@ -333,6 +284,8 @@ def test_the_tokenizer_is_listed_and_can_be_loaded_again(tmp_path: Path) -> None
             assert answer.status_code == 200 and answer.headers["etag"] == f'"{file.sha256}"'
             (tmp_path / file.path).write_bytes(answer.content)
             assert (len(answer.content), hash_file(tmp_path / file.path)) == (file.size, file.sha256)
+        assert client.get("/v1/drafts").json()["drafts"] == []
+        assert code_of(client.get(WEIGHTS)) == (404, "unknown_draft")
     loaded = Tokenizer.from_dir(tmp_path)
     assert (loaded.fingerprint, loaded.eos_token_ids) == (own.fingerprint, own.eos_token_ids)
     assert loaded.template_source() == own.template_source()
@@ -347,26 +300,19 @@ def test_a_tokenizer_that_is_not_shared_is_refused_by_name() -> None:
             assert "--no-share-tokenizer" in answer.text and "--tokenizer DIR" in answer.text
 
 
-def test_a_cascade_shares_the_tokenizer_of_its_own_bundle() -> None:
-    """It has the target's fingerprint, and the list has the target's name and identity."""
-    with serve_fake(name="large") as target, serve_fake(upstream=target.url) as mid:
-        of_target, of_mid = (httpx.get(each.url + "/v1/tokenizer").json() for each in (target, mid))
-        assert of_mid == of_target and of_mid["model"] == "large"
-
-
 def test_links_in_a_hub_cache_are_followed_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model's directory may come from anybody, and a link in it may name any file of the machine."""
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
     save_fake_tokenizer(snapshot)
     (snapshot / "weights.safetensors").write_bytes(b"weights")
     (snapshot / "tokenizer.json").rename(blobs / "one")
     (snapshot / "tokenizer.json").symlink_to(Path("..", "..", "blobs", "one"))
-    found = find_tokenizer_files(snapshot)
-    assert found is not None and set(found) == {"tokenizer.json", "tokenizer_config.json"}
-    assert found["tokenizer.json"].place == blobs / "one"
-    assert found["tokenizer.json"].entry.sha256 == hash_file(blobs / "one")
+    found = find_tokenizer_files(snapshot) or {}
+    assert set(found) == {"tokenizer.json", "tokenizer_config.json"}
+    file = found["tokenizer.json"]
+    assert (file.place, file.entry.sha256) == (blobs / "one", hash_file(blobs / "one"))
     (tmp_path / "secret").write_text("PRIVATE")
     (snapshot / "chat_template.jinja").symlink_to(tmp_path / "secret")
     assert find_tokenizer_files(snapshot) is None

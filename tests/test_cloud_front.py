@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import httpx
@@ -23,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
 from tests.raw_client import Raw
 from tests.serving import (
+    PROMPT,
     code_of,
     fake_tokenizer,
     run_session,
@@ -31,8 +33,7 @@ from tests.serving import (
 from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.state import DraftLimits, ServerSettings
-from outrider.cloud.replicas import cluster, forward, members
-from outrider.cloud.replicas import front as front_module
+from outrider.cloud.replicas import cluster
 from outrider.cloud.replicas.forward import Forwarder, _refusal
 from outrider.cloud.replicas.front import Front, FrontServer, labelled, merged
 from outrider.cloud.replicas.members import Member, Members, Report
@@ -41,8 +42,17 @@ from outrider.models.errors import RequestError
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket
 
-PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
+
+
+@contextmanager
+def ended(work: Callable[[], None], name: str) -> Iterator[None]:
+    """Does this beside the body, at whose end it has to end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive(), f"{name} did not end"
 
 
 @contextmanager
@@ -58,12 +68,12 @@ def answering(answers: Sequence[bytes], may_close: threading.Event | None = None
                 if may_close is not None:
                     may_close.wait(TIMEOUT_S)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener, replicas(1) as (real,):
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        replicas(1) as (real,),
+        ended(serve, "the replica, which is to be asked as often as it has answers,"),
+    ):
         yield FakeReplica(real.server, report_of("00fa4e", f"http://127.0.0.1:{listener.getsockname()[1]}"))
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive(), "the replica was not asked as often as expected"
 
 
 def refusal(code: str, *headers: str) -> bytes:
@@ -128,18 +138,16 @@ def test_replicas_are_asked_once_a_second(group: list[FakeReplica], monkeypatch:
         await asyncio.sleep(0)
         return b""
 
-    async def scraped(front: Front) -> list[int]:
-        found: list[int] = []
-        for now_s in (100.0, 100.99, 101.01, 102.0):
-            monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda now_s=now_s: now_s)
-            await front._metrics()
-            found.append(len(asked))
-        return found
+    async def scraped(front: Front, now_s: float) -> int:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+        await front._metrics()
+        return len(asked)
 
     monkeypatch.setattr(Forwarder, "fetch", fetch)
     with serve_front(group) as front, ThreadPoolExecutor(8) as pool:
-        assert asyncio.run(scraped(front.front)) == [2, 2, 4, 4]
-        monkeypatch.setattr(front_module, "_SCRAPE_S", 600.0)  # requests of a busy machine may take more than a second
+        assert [asyncio.run(scraped(front.front, now_s)) for now_s in (100.0, 100.99, 101.01, 102.0)] == [2, 2, 4, 4]
+        # Requests of a busy machine may take more than a second.
+        monkeypatch.setattr("outrider.cloud.replicas.front._SCRAPE_S", 600.0)
         front.front._scraped_s = float("-inf")
         texts = set(pool.map(lambda _: httpx.get(f"{front.url}/metrics").text, range(24)))
         assert sorted(asked[4:]) == ["000001", "000002"] and len(texts) == 1
@@ -161,16 +169,17 @@ def test_labels_are_added_without_a_parser() -> None:
         b'# HELP h Times.\n# TYPE h histogram\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 1e-05\n'
         b"# HELP empty None.\n# TYPE empty gauge\n"
     )
-    newer = text.replace(b"Times.", b"Seconds.")
-    whole = merged([labelled(text, "000001"), labelled(newer, "000002")]).decode()
+    whole = merged([labelled(text, "000001"), labelled(text.replace(b"Times.", b"Seconds."), "000002")]).decode()
     assert whole.count("# HELP") == whole.count("# TYPE") == 3
     found = {f.name: [(s.name, s.labels, s.value) for s in f.samples] for f in text_string_to_metric_families(whole)}
-    expected: dict[str, list[Any]] = {}
-    for tag in ("000001", "000002"):
-        for family in text_string_to_metric_families(text.decode()):
-            samples = [(s.name, s.labels | {"replica": tag}, s.value) for s in family.samples]
-            expected.setdefault(family.name, []).extend(samples)
-    assert found == expected
+    assert found == {
+        family.name: [
+            (sample.name, sample.labels | {"replica": tag}, sample.value)
+            for tag in ("000001", "000002")
+            for sample in family.samples
+        ]
+        for family in text_string_to_metric_families(text.decode())
+    }
     assert labelled(b"", "000001") == []
 
 
@@ -180,7 +189,7 @@ def test_a_full_replica_is_passed_over(group: list[FakeReplica]) -> None:
         front.publish([full.report, group[0].report])
         front.wait_until(lambda: len(front.front.members) == 2)
         # Without a load, and by its tag, either is first: the one that is full is made so.
-        (other,) = [each for each in front.front.members if each.report.tag == "000001"]
+        other, _ = sorted(front.front.members, key=lambda member: member.report.tag)
         other.is_suspect = True
         with httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as client:
             assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
@@ -191,8 +200,7 @@ def test_a_replicas_retry_after_reaches_the_client(header: str, seconds: str) ->
     """It has measured it."""
     with answering([refusal("overloaded", header)]) as busy, serve_front([busy]) as front:
         answer = httpx.post(f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
-    assert code_of(answer) == (503, "overloaded")
-    assert answer.headers["retry-after"] == seconds
+    assert code_of(answer) == (503, "overloaded") and answer.headers["retry-after"] == seconds
 
 
 def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,15 +218,17 @@ def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) 
         close(self)
 
     monkeypatch.setattr(aiohttp.ClientResponse, "close", noted)
-    monkeypatch.setattr(forward, "_refusal", refusing)
-    with answering([refusal("overloaded")[:-20]], may_end) as hung, serve_front([hung]) as front:
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(httpx.post, f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
-            assert has_begun.wait(TIMEOUT_S)
-            front.publish([])
-            answer = asked.result(TIMEOUT_S)
+    monkeypatch.setattr("outrider.cloud.replicas.forward._refusal", refusing)
+    with (
+        answering([refusal("overloaded")[:-20]], may_end) as hung,
+        serve_front([hung]) as front,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(httpx.post, f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
+        assert has_begun.wait(TIMEOUT_S)
+        front.publish([])
+        assert code_of(asked.result(TIMEOUT_S)) == (503, "no_replica")
         may_end.set()
-    assert code_of(answer) == (503, "no_replica")
     assert closed == [503]
 
 
@@ -235,13 +245,9 @@ def waiting_front(drain: Callable[[], None] = lambda: None, *, is_early: bool = 
     server = FrontServer(Front(Members(), ServerSettings()), reports, drain=drain, limits=ConnectionLimits())
     if is_early:
         server._end()
-    with open_socket("127.0.0.1", 0) as sock:
-        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-        thread.start()
+    with open_socket("127.0.0.1", 0) as sock, ended(lambda: server.run([sock]), "the front"):
         assert is_early or has_begun.wait(TIMEOUT_S)
         yield server
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
 
 
 def test_a_signal_ends_a_front_without_replicas() -> None:
@@ -265,7 +271,7 @@ def test_a_second_signal_ends_a_front_whose_replicas_drain() -> None:
 
 def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the limit of all, who has most loses the oldest name, as in every store by owner; nobody finds another's."""
-    monkeypatch.setattr(members, "MAX_HELD", 10)
+    monkeypatch.setattr("outrider.cloud.replicas.members.MAX_HELD", 10)
     known = Members()
     known.update([report_of(f"{i:06x}", running=i) for i in range(3)])
     first, second, third = known
@@ -273,50 +279,41 @@ def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.Monk
     for index in range(100):
         known.hold(b"large", f"n{index}", second)
     known.hold(b"small", "mine", third)
-    assert known.choose(b"small", held="mine") is third
+    assert known.choose(b"small", held="mine") is third and known.choose(b"small", held="n99") is first
     assert [known.choose(b"large", held=f"n{index}") is second for index in (90, 91, 99)] == [False, True, True]
-    assert known.choose(b"small", held="n99") is first
     assert len(known._held) == 10
 
 
-class _NoReplica(Exception):
-    pass
+def fake_ray(monkeypatch: pytest.MonkeyPatch, serve: dict[str, Any], **ray: Any) -> None:
+    """Puts modules with these names in the place of Ray's."""
+    modules = {name: ModuleType(name) for name in ("ray", "ray.serve", "ray.serve.exceptions")}
+    vars(modules["ray"]).update(ray, serve=modules["ray.serve"])
+    vars(modules["ray.serve"]).update(serve, exceptions=modules["ray.serve.exceptions"])
+    vars(modules["ray.serve.exceptions"]).update(RayServeException=LookupError)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.mark.parametrize(("deployed", "name"), [(None, "outrider"), ("other-model", "other-model")])
+@pytest.mark.parametrize(
+    ("deployed", "name"),
+    [({"side_effect": LookupError}, "outrider"), ({"return_value.app_name": "other-model"}, "other-model")],
+)
 def test_each_application_of_a_cluster_has_its_registry(
-    monkeypatch: pytest.MonkeyPatch, deployed: str | None, name: str
+    monkeypatch: pytest.MonkeyPatch, deployed: dict[str, Any], name: str
 ) -> None:
     """By the name that Serve has deployed it by: two of a cluster do not take each other's replicas."""
-    given: dict[str, Any] = {}
-
-    def context() -> SimpleNamespace:
-        if deployed is None:
-            raise _NoReplica
-        return SimpleNamespace(app_name=deployed)
-
-    def options(**named: Any) -> SimpleNamespace:
-        given.update(named)
-        return SimpleNamespace(remote=lambda: "handle")
-
-    ray, serve, exceptions = ModuleType("ray"), ModuleType("ray.serve"), ModuleType("ray.serve.exceptions")
-    vars(ray).update(remote=lambda _: SimpleNamespace(options=options), serve=serve)
-    vars(serve).update(get_replica_context=context, exceptions=exceptions)
-    vars(exceptions).update(RayServeException=_NoReplica)
-    for module in (ray, serve, exceptions):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert open_registry("outrider") == "handle"
-    assert given["name"] == f"registry-{name}" and given["namespace"] == "outrider"
+    remote = Mock()
+    fake_ray(monkeypatch, {"get_replica_context": Mock(**deployed)}, remote=remote)
+    options = remote.return_value.options
+    assert open_registry("outrider") is options.return_value.remote.return_value
+    assert options.call_args.kwargs.items() >= {"name": f"registry-{name}", "namespace": "outrider"}.items()
 
 
 def test_logs_of_replicas_stay_where_they_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are bounded, because clients cause lines in them; a clean end removes them."""
-    ray, serve = ModuleType("ray"), ModuleType("ray.serve")
-    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
-    vars(ray).update(serve=serve, util=util, shutdown=lambda: None)
-    vars(serve).update(start=lambda **_: None)
-    for module in (ray, serve):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    fake_ray(
+        monkeypatch, {"start": Mock()}, util=Mock(**{"get_node_ip_address.return_value": "127.0.0.1"}), shutdown=Mock()
+    )
     monkeypatch.setattr(cluster, "_start", lambda *_: None)
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
@@ -326,8 +323,7 @@ def test_logs_of_replicas_stay_where_they_failed(monkeypatch: pytest.MonkeyPatch
     (failed,) = tmp_path.iterdir()
     with cluster.local_ray(1):
         limits = {name: int(environment[f"RAY_ROTATION_{name}"]) for name in ("MAX_BYTES", "BACKUP_COUNT")}
-        assert len(list(tmp_path.iterdir())) == 2
-    assert limits == {"MAX_BYTES": 8 << 20, "BACKUP_COUNT": 1}
+        assert limits == {"MAX_BYTES": 8 << 20, "BACKUP_COUNT": 1} and len(list(tmp_path.iterdir())) == 2
     with pytest.raises(KeyboardInterrupt), cluster.local_ray(1):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == [failed]
@@ -351,11 +347,15 @@ def test_the_front_bounds_rates_bodies_and_floods(group: list[FakeReplica]) -> N
     """Before anything reaches a replica."""
     limits = DraftLimits(session_per_s=1.0, session_burst=2.0, delay_s=0.01)
     settings = ServerSettings(max_body_bytes=4096, rate_per_s=0.5, draft_limits=limits)
+    large, small, draft = (
+        {"items": [{"prefix": [1] * 5000}]},
+        {"items": [{"prefix": PROMPT}]},
+        {"base": 0, "paths": [[1]]},
+    )
     with serve_front(group, settings) as front, httpx.Client(base_url=front.url) as client:
-        assert client.post("/v1/verify", json={"items": [{"prefix": [1] * 5000}]}).status_code == 413
-        assert 429 in [client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}).status_code for _ in range(3)]
-        draft = {"base": 0, "paths": [[1]]}
+        assert client.post("/v1/verify", json=large).status_code == 413
+        assert 429 in [client.post("/v1/verify", json=small).status_code for _ in range(3)]
         sent = [client.post("/v1/sessions/000001x/drafts", json=draft) for _ in range(4)]
         assert [each.status_code for each in sent] == [404, 404, 429, 429] and front.front.num_dropped.total() == 2
-        assert client.get("/v1/model", headers={"host": "evil.example"}).status_code == 403
-        assert client.get("/v1/model", headers={"origin": "http://evil.example"}).status_code == 403
+        for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+            assert client.get("/v1/model", headers=headers).status_code == 403

@@ -11,11 +11,12 @@ import signal
 import stat
 from collections import Counter
 from pathlib import Path
+from unittest.mock import ANY, Mock
 
 import httpx
 import pytest
 from tests.serve_command import used_beside
-from tests.serving import StepGate, bearer, code_of, fake_target, key_line, open_session, serve_fake
+from tests.serving import ALICE, BOB, PROMPT, StepGate, bearer, code_of, fake_target, key_line, open_session, serve_fake
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
@@ -27,11 +28,7 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.signals import takes_hangups
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines
-from outrider.models.process import watched_files
 from outrider.models.process.watched_files import WatchedFiles
-
-ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
-PROMPT = [5, 6, 7]
 
 
 def written(path: Path, *lines: str) -> Path:
@@ -49,9 +46,8 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
     assert ApiKey.parse(full.as_line()) == full
     for plain in (ALICE, "c2VjcmV0LWluLWJhc2U2NA==", "shared:by-the-whole-team"):
         assert ApiKey.parse(plain) == ApiKey.plain(plain) and ApiKey.plain(plain).scopes == frozenset(Scope)
-    bare = ApiKey.parse(key_line(ALICE))
-    assert (bare.scopes, bare.digest) == (frozenset({Scope.GENERATE}), ApiKey.plain(ALICE).digest)
-    assert bare.name == f"key-{bare.digest.hex()[:8]}"
+    digest = ApiKey.plain(ALICE).digest
+    assert ApiKey.parse(key_line(ALICE)) == ApiKey(digest, f"key-{digest.hex()[:8]}", frozenset({Scope.GENERATE}))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +72,8 @@ def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
 )
 def test_a_wrong_line_is_refused_by_its_number_and_not_quoted(tmp_path: Path, line: str, message: str) -> None:
     """A plain line may be a key, so no message shows one."""
-    path = written(tmp_path / "keys", "# ours", line)
     with pytest.raises(ConfigError, match=f"line 2: .*{message}") as error:
-        KeyRing.load(path)
+        KeyRing.load(written(tmp_path / "keys", "# ours", line))
     assert line not in str(error.value)
 
 
@@ -97,10 +92,9 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
     made = run.invoke(app, ["keys", "add", "team-a", str(path), "--scope", "generate", "--scope", "metrics", *limits])
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
-    assert key.startswith("outrider_") and key not in path.read_text()
-    assert path.read_text().startswith(f"# ours\n{ALICE}\n")
-    if os.name == "posix":
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key.startswith("outrider_") and new_key() != new_key()
+    assert path.read_text().startswith(f"# ours\n{ALICE}\n") and key not in path.read_text()
+    assert os.name != "posix" or stat.S_IMODE(path.stat().st_mode) == 0o600
     found = KeyRing.load(path).find(b"Bearer " + key.encode())
     assert found == ApiKey(ApiKey.plain(key).digest, "team-a", frozenset(Scope), 0.5, 4, 9000, 7)
     listed = run.invoke(app, ["keys", "list", str(path)]).stdout
@@ -109,29 +103,23 @@ def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
         add_key(path, ApiKey.parse(key_line(BOB, "name=team-a")))
     assert run.invoke(app, ["keys", "remove", "team-a", str(path)]).exit_code == 0
     assert path.read_text() == f"# ours\n{ALICE}\n"
-    with pytest.raises(ConfigError, match="no key with the name"):
-        remove_key(path, "team-a")
-    with pytest.raises(ConfigError, match=r"the last key of .*; add another first"):
-        remove_key(path, ApiKey.plain(ALICE).name)  # a server would go on with it
+    for name, message in (("team-a", "no key with the name"), (ApiKey.plain(ALICE).name, "the last key of .*; add")):
+        with pytest.raises(ConfigError, match=message):  # without its last key a server would go on with that
+            remove_key(path, name)
     assert [each.name for each in tmp_path.iterdir()] == ["keys"]
-    assert new_key() != new_key()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files have no owner as on POSIX")
 def test_a_changed_file_keeps_owner_and_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's user reads it; who cannot give it to them changes nothing."""
-    path, given = written(tmp_path / "keys", ALICE), list[tuple[int, int]]()
-    key = ApiKey.parse(key_line(BOB, "name=b"))
+    path, give = written(tmp_path / "keys", ALICE), Mock()
     path.chmod(0o640)
     found = path.stat()
-    monkeypatch.setattr(os, "fchown", lambda _, *owner: given.append(owner))
-    add_key(path, key)
-    assert given == [(found.st_uid, found.st_gid)] and stat.S_IMODE(path.stat().st_mode) == 0o640
-
-    def refused(*_: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "fchown", refused)
+    monkeypatch.setattr(os, "fchown", give)
+    add_key(path, ApiKey.parse(key_line(BOB, "name=b")))
+    give.assert_called_once_with(ANY, found.st_uid, found.st_gid)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    give.side_effect = PermissionError(1, "Operation not permitted")
     with pytest.raises(ConfigError, match="another owner or group"):
         remove_key(path, "b")
     assert [each.name for each in read_key_lines(path)][1:] == ["b"]
@@ -173,16 +161,11 @@ def test_a_file_that_is_still_written_is_not_read_on_sighup(tmp_path: Path) -> N
     path, ring, files, counts = watched(tmp_path, ALICE, BOB)
     written(path, ALICE)  # BOB's line is to follow
     files.check(counts, is_forced=True)
-    assert not counts and len(ring) == 2
+    assert not counts
     written(path, ALICE, BOB)
-    files.check(counts)
-    assert not counts and len(ring) == 2
-    files.check(counts)
-    assert counts == {("keys", "ok"): 1} and len(ring) == 2
-    files.check(counts)
-    assert counts == {("keys", "ok"): 1}  # once
-    files.check(counts, is_forced=True)
-    assert counts == {("keys", "ok"): 2}  # unchanged and still: at once
+    for is_forced, num_read in ((False, 0), (False, 1), (False, 1), (True, 2)):  # unchanged and still: at once
+        files.check(counts, is_forced=is_forced)
+        assert counts["keys", "ok"] == counts.total() == num_read and len(ring) == 2
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -195,16 +178,17 @@ def test_a_route_needs_its_scope() -> None:
         body = {"prompt": PROMPT, "max_tokens": 1}
         assert client.post("/v1/completions", json=body, headers=bearer(ALICE)).status_code == 200
         assert client.get("/metrics", headers=bearer(BOB)).status_code == 200
-        refused = client.get("/metrics", headers=bearer(ALICE))
-        assert code_of(refused) == (403, "scope_missing") and "metrics" in refused.json()["error"]["message"]
-        refused = client.post("/v1/completions", json=body, headers=bearer(BOB))
-        assert code_of(refused) == (403, "scope_missing") and "generate" in refused.json()["error"]["message"]
-        assert code_of(client.get("/v1/models", headers=bearer(BOB))) == (403, "scope_missing")
-        assert code_of(client.post("/v1/sessions/x/drafts", json={}, headers=bearer(BOB))) == (403, "scope_missing")
-        assert code_of(client.get("/metrics")) == (401, "unauthorized")
+        for method, path, key, missing in (
+            ("GET", "/metrics", ALICE, "metrics"),
+            ("POST", "/v1/completions", BOB, "generate"),
+            ("GET", "/v1/models", BOB, "generate"),
+            ("POST", "/v1/sessions/x/drafts", BOB, "generate"),
+        ):
+            answer = client.request(method, path, json=body, headers=bearer(key))
+            assert code_of(answer) == (403, "scope_missing") and missing in answer.json()["error"]["message"]
         assert client.get("/health/ready").status_code == 200
-        for path in ("/v1/model", "/v1/models/a/b", "/nowhere"):
-            assert client.get(path).status_code == 401
+        for path in ("/v1/model", "/v1/models/a/b", "/metrics", "/v1/tokenizer/a", "/v1/drafts/a/b", "/nowhere"):
+            assert code_of(client.get(path)) == (401, "unauthorized")
         assert client.get("/v1/sessions/a/b", headers=bearer(ALICE)).status_code == 404
         counted = server.core.metrics.requests
         for route, status in (("/v1/models", 403), ("/v1/model", 401), ("/v1/models/{model:path}", 401)):
@@ -215,36 +199,32 @@ def test_a_route_needs_its_scope() -> None:
 def test_a_key_has_limits_of_its_own() -> None:
     """Its rate and its sessions come before the server's; other keys keep the server's."""
     keys = KeyRing([ApiKey.parse(key_line(ALICE, "sessions=1 requests-per-second=0.001")), BOB])
-    with serve_fake(ServerSettings(keys), gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
-        body = {"prompt": PROMPT, "max_tokens": 1}
-        two = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
+    one, two = ({"prompt": prompts, "max_tokens": 1} for prompts in (PROMPT, [PROMPT, PROMPT]))
+    with serve_fake(ServerSettings(keys)) as server, httpx.Client(base_url=server.url) as client:
         assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (400, "invalid_parameter")
-        refused = client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        refused = client.post("/v1/completions", json=one, headers=bearer(ALICE))
         assert code_of(refused) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 900
-        server.gate.open()
-        for _ in range(3):
-            assert client.post("/v1/completions", json=two, headers=bearer(BOB)).status_code == 200
+        assert {client.post("/v1/completions", json=two, headers=bearer(BOB)).status_code for _ in range(3)} == {200}
 
 
 def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
     """Streams of the removed key end with `unauthorized`, its next request is refused; other keys notice nothing."""
-    path, gate = written(tmp_path / "keys", ALICE, BOB), StepGate()
+    path = written(tmp_path / "keys", ALICE, BOB)
     keys = KeyRing.load(path)
     body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
     with (
-        serve_fake(ServerSettings(keys), gate=gate) as server,
+        serve_fake(ServerSettings(keys), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
         open_session(client, body, bearer(ALICE)) as session,
         client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=bearer(ALICE)) as text,
         open_session(client, body | {"max_tokens": 9}, bearer(BOB)) as other,
     ):
-        server.wait_until(lambda: server.core.engine.stats().running + server.core.engine.stats().queued >= 1)
-        gate.allow(3)
+        server.gate.allow(3)
         session.commit()
         written(path, BOB)
         files = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
         files.check(Counter(), is_forced=True)
-        gate.open()
+        server.gate.open()
         end = session.rest().end
         assert end.reason == "error" and end.error is not None and end.error.code == "unauthorized"
         assert '"unauthorized"' in text.read().decode()
@@ -263,7 +243,7 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     """After a change, and on SIGHUP, also in loading; a broken file is counted; the audit log names each key."""
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
     keys.write_text("the-key-of-the-start\n")
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
+    monkeypatch.setattr("outrider.models.process.watched_files.LOOK_S", 0.02)
 
     def use(url: str) -> None:
         body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True}
@@ -306,28 +286,28 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
 
 def test_mistakes_show_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CA without HTTPS; an audit log with no place."""
-    monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
-    with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
-        serve_module.serve(ServeOptions("fake", port=0, tls_client_ca=tmp_path / "ca.pem"))
-
-    loads: list[bool] = []
-    with fake_target(lambda: loads.append(True)) as target:
+    on_load = Mock()
+    with fake_target(on_load) as target:
         monkeypatch.setattr(serve_module, "open_target", lambda _: target)
-        with pytest.raises(ConfigError, match="the audit log "):
-            serve_module.serve(ServeOptions("fake", port=0, audit_log=tmp_path / "missing" / "audit.jsonl"))
-    assert not loads
+        monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
+        for message, options in (
+            ("--tls-client-ca needs HTTPS", ServeOptions("fake", port=0, tls_client_ca=tmp_path / "ca.pem")),
+            ("the audit log ", ServeOptions("fake", port=0, audit_log=tmp_path / "missing" / "audit.jsonl")),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                serve_module.serve(options)
+    assert not on_load.called
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
 def test_a_hangup_is_remembered() -> None:
     """One that comes before the files are watched is acted upon when they are; a later one at once."""
-    acts: list[str] = []
-    before = signal.getsignal(signal.SIGHUP)
+    before, act = signal.getsignal(signal.SIGHUP), Mock()
     with takes_hangups() as hangups:
         signal.raise_signal(signal.SIGHUP)
-        assert not acts
-        hangups.act_by(lambda: acts.append("read"))
-        assert acts == ["read"]
+        assert not act.called
+        hangups.act_by(act)
+        assert act.call_count == 1
         signal.raise_signal(signal.SIGHUP)
-        assert acts == ["read", "read"]
+        assert act.call_count == 2
     assert signal.getsignal(signal.SIGHUP) == before

@@ -19,7 +19,6 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, code_of, fake_toke
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.http.encoding import encode_chat
-from outrider.models.http.openai import RenderRequest
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import ErrorAnswer, RenderAnswer
 
@@ -30,8 +29,7 @@ def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True} | fields)
     assert answer.status_code == 200, answer.text
     openai_answers.Completion.model_validate_json(answer.content)
-    completion: dict[str, Any] = answer.json()
-    return completion
+    return dict(answer.json())
 
 
 def expected_tokens(prompt: str = PROMPT, count: int = 30) -> list[int]:
@@ -50,39 +48,31 @@ def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
 
 def test_a_completion_is_the_targets_text(client: httpx.Client) -> None:
     """Text, reason and usage of a greedy completion."""
-    answer = complete(client, max_tokens=30)
-    (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": text_of(expected_tokens()), "logprobs": None, "finish_reason": "length"}
-    num_prompt = len(fake_tokenizer().encode(PROMPT))
-    assert answer["object"] == "text_completion" and answer["model"] == "fake"
-    assert answer["usage"]["prompt_tokens"] == num_prompt and answer["usage"]["completion_tokens"] == 30
-    assert answer["usage"]["total_tokens"] == num_prompt + 30
-    assert answer["usage"]["completion_tokens_details"] == {
-        "accepted_prediction_tokens": 0,
-        "rejected_prediction_tokens": 0,
-    }
+    answer, num_prompt = complete(client, max_tokens=30), len(fake_tokenizer().encode(PROMPT))
+    expected = {"index": 0, "text": text_of(expected_tokens()), "logprobs": None, "finish_reason": "length"}
+    assert (answer["object"], answer["model"], answer["choices"]) == ("text_completion", "fake", [expected])
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": 30, "total_tokens": num_prompt + 30}
+    details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert answer["usage"].items() >= (usage | {"completion_tokens_details": details}).items()
 
 
 def test_a_prompt_may_be_ids_or_several(client: httpx.Client) -> None:
     """A text, its token ids, a list of texts, a list of id lists: choice i belongs to prompt i."""
     ids = fake_tokenizer().encode(PROMPT)
-    one = complete(client)["choices"][0]["text"]
+    one, other = complete(client)["choices"][0]["text"], text_of(expected_tokens("zip(", 16))
     assert complete(client, prompt=ids)["choices"][0]["text"] == one
-    other = text_of(expected_tokens("zip(", 16))
     for prompts in ([PROMPT, "zip("], [ids, fake_tokenizer().encode("zip(")]):
         answer = complete(client, prompt=prompts)
-        assert [choice["text"] for choice in answer["choices"]] == [one, other]
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, one), (1, other)]
         assert answer["usage"]["completion_tokens"] == 2 * openai.DEFAULT_MAX_TOKENS == 32
 
 
 def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
     """For each choice the joined pieces equal the whole answer; usage comes last, on request."""
-    prompts = [PROMPT, "zip("]
-    whole = complete(client, prompt=prompts, max_tokens=30)
-    body = {"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stream": True}
-    plain = chunks_of(client.post("/v1/completions", json=body))
-    answer = client.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}})
+    body = {"prompt": [PROMPT, "zip("], "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    whole = complete(client, **body)
+    plain = chunks_of(client.post("/v1/completions", json=body | {"stream": True}))
+    answer = client.post("/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *pieces, last = chunks_of(answer)
     for chunk in pieces:
@@ -90,8 +80,7 @@ def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
     for index in range(2):
         own = [choice for chunk in pieces for choice in chunk["choices"] if choice["index"] == index]
         assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
-        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
-        assert own[-1]["finish_reason"] == "length"
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
     assert last["choices"] == [] and last["usage"] == whole["usage"]
     assert all(chunk["choices"] for chunk in plain) and len({chunk["id"] for chunk in plain}) == 1
 
@@ -104,8 +93,8 @@ def test_a_stop_string_ends_the_text_before_it(client: httpx.Client, is_stream: 
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stop": ["\x00never", stop]}
     asked = body | {"stream": is_stream, "stream_options": {"include_usage": True}}
     documents, text = documents_of(client.post("/v1/completions", json=asked))
-    last = [choice for document in documents for choice in document["choices"]][-1]
-    assert text == full[: full.index(stop)] and last["finish_reason"] == "stop"
+    reasons = [choice["finish_reason"] for document in documents for choice in document["choices"]]
+    assert text == full[: full.index(stop)] and reasons[-1] == "stop"
     count = next(n for n in range(31) if stop in text_of(expected_tokens()[:n]))
     assert documents[-1]["usage"]["completion_tokens"] == count
 
@@ -114,60 +103,41 @@ def test_the_end_token_is_not_part_of_the_text(client: httpx.Client) -> None:
     """A text that ends with the model's end token has the reason "stop", and the token is not shown."""
     prompt = next([n, 1] for n in range(300) if EOS_ID in target_tokens([n, 1], 20)[3:])
     tokens = target_tokens(prompt, 20)
+    num_shown = tokens.index(EOS_ID)
     answer = complete(client, prompt=prompt, max_tokens=20, ignore_eos=False)
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice["text"] == text_of(tokens[: tokens.index(EOS_ID)])
-    assert answer["usage"]["completion_tokens"] == tokens.index(EOS_ID) + 1
+    expected = {"index": 0, "text": text_of(tokens[:num_shown]), "logprobs": None, "finish_reason": "stop"}
+    assert answer["choices"] == [expected] and answer["usage"]["completion_tokens"] == num_shown + 1
 
 
 def test_a_seed_chosen_by_the_server_is_reported(client: httpx.Client) -> None:
     """Sampling without a seed differs from call to call; the seed in the answer repeats it."""
     body = {"temperature": 1.0, "top_p": 0.95, "top_k": 100, "min_p": 0.001, "max_tokens": 20}
     first, second = complete(client, **body), complete(client, **body)
-    assert first["seed"] != second["seed"] and first["choices"][0]["text"] != second["choices"][0]["text"]
-    assert complete(client, seed=first["seed"], **body)["choices"][0]["text"] == first["choices"][0]["text"]
+    text = first["choices"][0]["text"]
+    assert first["seed"] != second["seed"] and text != second["choices"][0]["text"]
     params = SamplingParams(1.0, 100, 0.95, 0.001, first["seed"])
-    assert first["choices"][0]["text"] == text_of(target_tokens(fake_tokenizer().encode(PROMPT), 20, params))
+    assert text == text_of(target_tokens(fake_tokenizer().encode(PROMPT), 20, params))
+    assert complete(client, seed=first["seed"], **body)["choices"][0]["text"] == text
 
 
 def test_a_top_k_of_minus_one_is_off(client: httpx.Client) -> None:
     """As in vLLM; anything below is refused. Sessions take it, too."""
-    body = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
-    assert complete(client, top_k=-1, **body)["choices"] == complete(client, top_k=0, **body)["choices"]
+    off, none = (complete(client, temperature=1.0, seed=3, max_tokens=12, top_k=top_k) for top_k in (-1, 0))
+    assert off["choices"] == none["choices"]
     for value, status in ((-1, 200), (-2, 400)):
-        asked = {"prompt": [1, 2], "top_k": value, "max_tokens": 2}
-        assert client.post("/v1/sessions", json=asked).status_code == status
-        assert client.post("/v1/completions", json=asked).status_code == status
+        for path in ("/v1/sessions", "/v1/completions"):
+            assert client.post(path, json={"prompt": [1, 2], "top_k": value, "max_tokens": 2}).status_code == status
 
 
 def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
     """Fields that ask for the default do not change the answer."""
-    fields = {
-        "user": "someone",
-        "n": 1,
-        "best_of": 1,
-        "echo": False,
-        "logprobs": None,
-        "suffix": None,
-        "logit_bias": {},
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0,
-        "stop": None,
-        "stream": False,
-        "top_p": None,
-        "service_tier": "auto",
-        "model": "fake",
-        "top_logprobs": 0,
-        "tools": [],
-        "tool_choice": "auto",
-        "response_format": {"type": "text"},
-        "repetition_penalty": 1.0,
-        "ignore_eos": None,
-        "stream_options": None,
+    neutral = {
+        **dict.fromkeys(("logprobs", "suffix", "stop", "top_p", "ignore_eos", "stream_options")),
+        **{"user": "someone", "n": 1, "best_of": 1, "echo": False, "logit_bias": {}, "presence_penalty": 0.0},
+        **{"frequency_penalty": 0, "stream": False, "service_tier": "auto", "model": "fake", "top_logprobs": 0},
+        **{"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "repetition_penalty": 1.0},
     }
-    expected = complete(client, ignore_eos=False)["choices"]
-    assert complete(client, **fields)["choices"] == expected
+    assert complete(client, **neutral)["choices"] == complete(client, ignore_eos=False)["choices"]
 
 
 def test_a_text_follows_the_grammar_that_was_asked_for(client: httpx.Client) -> None:
@@ -224,10 +194,39 @@ def test_bad_requests_have_distinct_codes(
     assert refusal(client.post("/v1/completions", content=content, headers=JSON)) == (status, code, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"tokenizer": "0" * 64}, 409, "tokenizer_mismatch"),
+        ({"messages": []}, 400, "invalid_parameter"),
+        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "context_length_exceeded"),
+    ],
+)
+def test_a_conversation_that_cannot_be_rendered(
+    client: httpx.Client, fields: dict[str, Any], status: int, code: str
+) -> None:
+    """Another tokenizer, no message, more text than the context holds."""
+    answer = client.post("/v1/render", json={"messages": [{"role": "user", "content": "x"}]} | fields)
+    assert code_of(answer) == (status, code)
+
+
 def test_a_refused_prompt_ends_the_whole_call(client: httpx.Client, server: FakeServer) -> None:
     """When the second prompt of a call is refused, the first ends and frees its slot."""
     assert client.post("/v1/completions", json={"prompt": [[1, 2], [300]], "max_tokens": 4000}).status_code == 400
     server.wait_until(server.is_empty)
+
+
+def test_models_are_listed_and_found_by_name(client: httpx.Client, server: FakeServer) -> None:
+    """As OpenAI's clients read them. A name may hold slashes: as written, and escaped, which clients do."""
+    (card,) = openai_answers.ModelList.model_validate_json(client.get("/v1/models").content).data
+    assert (card.id, card.max_model_len) == ("fake", 4096)
+    assert openai_answers.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
+    for name in ("other", "other/fake", "fake/other", "fak%C3%A9"):
+        assert refusal(client.get(f"/v1/models/{name}")) == (404, "model_not_found", "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.core, "model", dataclasses.replace(server.core.model, name="org/model-1"))
+        for name in ("org/model-1", "org%2Fmodel-1"):
+            assert client.get(f"/v1/models/{name}").json()["id"] == "org/model-1"
 
 
 MESSAGES = [
@@ -236,23 +235,28 @@ MESSAGES = [
 ]
 
 
-def test_chat_uses_the_template(client: httpx.Client) -> None:
-    """The template turns messages into the prompt; no special tokens are added."""
+def test_chat_uses_the_template(client: httpx.Client, server: FakeServer) -> None:
+    """The template turns messages into the prompt; no special tokens are added. A device opens its session with the
+    ids that they are rendered to: the same prompt, by the target's own template.
+    """
     body = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 20, "ignore_eos": True}
     answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200
     openai_answers.ChatCompletion.model_validate_json(answer.content)
-    (choice,) = answer.json()["choices"]
     text = text_of(expected_tokens("system: be brief\nuser: zip?\nassistant:", 20))
+    (choice,) = answer.json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
-    assert choice["finish_reason"] == "length"
     pieces = chunks_of(client.post("/v1/chat/completions", json=body | {"stream": True}))
     for piece in pieces:
         openai_answers.ChatChunk.model_validate(piece)
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == text
-    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+    assert choice["finish_reason"] == pieces[-1]["choices"][0]["finish_reason"] == "length"
+    own = fake_tokenizer()
+    answer = client.post("/v1/render", json={"messages": MESSAGES, "tokenizer": own.fingerprint, "model": "fake"})
+    rendered = RenderAnswer.model_validate_json(answer.content)
+    assert text == text_of(target_tokens(rendered.tokens, 20))
+    assert (rendered.model, rendered.target) == ("fake", server.core.model.target)
 
 
 def test_without_a_template_no_chat_is_answered_and_nothing_rendered() -> None:
@@ -275,28 +279,6 @@ def test_a_shutdown_ends_a_stream_with_an_error() -> None:
             server.gate.open()
             answer.read()
     assert ErrorAnswer.model_validate(chunks_of(answer)[-1]).error.code == "shutting_down"
-
-
-def test_models_lists_the_served_model(client: httpx.Client) -> None:
-    """GET /v1/models, as OpenAI's clients read it."""
-    (card,) = openai_answers.ModelList.model_validate_json(client.get("/v1/models").content).data
-    assert card.id == "fake" and card.max_model_len == 4096
-    assert openai_answers.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
-
-
-@pytest.mark.parametrize("name", ["other", "other/fake", "fake/other", "fak%C3%A9"])
-def test_other_models_are_not_found(client: httpx.Client, name: str) -> None:
-    """In the shape of OpenAI's error."""
-    assert refusal(client.get(f"/v1/models/{name}")) == (404, "model_not_found", "model")
-
-
-def test_a_models_name_may_hold_slashes(client: httpx.Client, server: FakeServer) -> None:
-    """As written, and with the slash escaped, which clients do."""
-    model = dataclasses.replace(server.core.model, name="org/model-1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.core, "model", model)
-        for path in ("/v1/models/org/model-1", "/v1/models/org%2Fmodel-1"):
-            assert client.get(path).json()["id"] == "org/model-1"
 
 
 @given(
@@ -322,42 +304,8 @@ def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: li
     assert is_stopped or (text == full and num_tokens == len(tokens))
 
 
-def test_a_conversation_is_rendered_to_the_ids_that_a_chat_would_use(server: FakeServer, client: httpx.Client) -> None:
-    """A device opens its session with them: the same prompt, by the target's own template."""
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "zip("}]},
-    ]
-    own = fake_tokenizer()
-    answer = client.post("/v1/render", json={"messages": messages, "tokenizer": own.fingerprint, "model": "fake"})
-    assert answer.status_code == 200, answer.text
-    rendered = RenderAnswer.model_validate_json(answer.content)
-    assert own.decode(rendered.tokens) == "system: Be brief.\nuser: zip(\nassistant:"
-    assert (rendered.model, rendered.target) == ("fake", server.core.model.target)
-    chat = {"messages": messages, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    text = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
-    assert text == text_of(target_tokens(rendered.tokens, 8))
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "code"),
-    [
-        ({"tokenizer": "0" * 64}, 409, "tokenizer_mismatch"),
-        ({"messages": []}, 400, "invalid_parameter"),
-        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "context_length_exceeded"),
-    ],
-)
-def test_a_conversation_that_cannot_be_rendered(
-    client: httpx.Client, fields: dict[str, Any], status: int, code: str
-) -> None:
-    """Another tokenizer, no message, more text than the context holds."""
-    answer = client.post("/v1/render", json={"messages": [{"role": "user", "content": "x"}]} | fields)
-    assert code_of(answer) == (status, code)
-
-
 def test_messages_that_render_to_nothing_are_refused() -> None:
     """A device took an answer without tokens for a broken server, and gave its own client 503."""
     own = fake_tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
-    body = RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
     with refused("empty_prompt", 400, "makes no text"):
-        encode_chat(own, 100, body)
+        encode_chat(own, 100, openai.RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]}))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from tests.hostile_pages import FOREIGN, JSON, ask_as_page
 from tests.raw_client import SESSION
-from tests.serving import FakeServer, code_of, serve_fake
+from tests.serving import FakeServer, bearer, code_of, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.access import page_policy_of
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
 
@@ -77,33 +77,50 @@ def test_what_runs_on_this_machine_may_call(server: FakeServer, web: httpx.Clien
         assert web.get(server.url + path, headers=headers).status_code == 200
 
 
-def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
+OWN = PagePolicy(is_keyless=True, allowed_origins=["https://chat.example/"], allowed_hosts=["own.example"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "pages", "answers"),
+    [
+        ([KEY], PagePolicy(is_keyless=False), [("any.example", None, 200)]),
+        (
+            [KEY],
+            PagePolicy(is_keyless=False, allowed_hosts=["Api.example"]),
+            [("api.example:443", None, 200), ("any.example", None, 403)],
+        ),
+        ([], PagePolicy(is_keyless=True, allowed_hosts=["api.example", "::2"]), [("[::2]:9", None, 200)]),
+        ([], PagePolicy(is_keyless=True, allowed_hosts=["*"]), [("any.example", None, 200)]),
+        (
+            [],
+            OWN,
+            [
+                ("localhost", "https://chat.example", 200),
+                ("localhost", "https://chat.example:8443", 403),
+                ("own.example:8000", "https://own.example:8000", 200),
+                ("own.example:8000", "https://own.example", 403),
+            ],
+        ),
+    ],
+    ids=["keys", "keys and hosts", "hosts", "any host", "origins"],
+)
+def test_hosts_and_origins_can_be_allowed(
+    web: httpx.Client, keys: list[str], pages: PagePolicy, answers: list[tuple[str, str | None, int]]
+) -> None:
     """With keys any host may be called unless a list is given; what the list names is taken beside loopback."""
-    key = {"authorization": f"Bearer {KEY}"}
-    cases: tuple[tuple[KeyRing, PagePolicy, str, int], ...] = (
-        (KeyRing([KEY]), PagePolicy(is_keyless=False), "any.example", 200),
-        (KeyRing([KEY]), PagePolicy(is_keyless=False, allowed_hosts=["Api.example"]), "api.example:443", 200),
-        (KeyRing([KEY]), PagePolicy(is_keyless=False, allowed_hosts=["api.example"]), "any.example", 403),
-        (KeyRing(), PagePolicy(is_keyless=True, allowed_hosts=["api.example", "::2"]), "[::2]:9", 200),
-        (KeyRing(), PagePolicy(is_keyless=True, allowed_hosts=["*"]), "any.example", 200),
-    )
-    for keys, pages, host, expected in cases:
-        with serve_fake(ServerSettings(keys=keys, pages=pages)) as server:
-            answer = web.get(server.url + "/v1/models", headers={"host": host, **key})
-            assert answer.status_code == expected
-    pages = PagePolicy(is_keyless=True, allowed_origins=["https://chat.example/"], allowed_hosts=["own.example"])
-    with serve_fake(ServerSettings(pages=pages)) as server:
-        for origin, host, expected in (
-            ("https://chat.example", "localhost", 200),
-            ("https://chat.example:8443", "localhost", 403),
-            ("https://own.example:8000", "own.example:8000", 200),
-            ("https://own.example", "own.example:8000", 403),
-        ):
-            answer = web.get(server.url + "/v1/models", headers={"origin": origin, "host": host})
-            assert answer.status_code == expected
-    for wrong in ({"allowed_origins": ["chat.example"]}, {"allowed_hosts": ["http://x"]}, {"allowed_hosts": ["x:8"]}):
-        with pytest.raises(ConfigError, match="expected"):
-            PagePolicy(is_keyless=True, **wrong)
+    with serve_fake(ServerSettings(keys=KeyRing(keys), pages=pages)) as server:
+        for host, origin, status in answers:
+            headers = {"host": host} | bearer(KEY) | ({"origin": origin} if origin else {})
+            assert web.get(server.url + "/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"allowed_origins": ["chat.example"]}, {"allowed_hosts": ["http://x"]}, {"allowed_hosts": ["x:8"]}]
+)
+def test_what_is_no_host_and_no_origin_is_refused(wrong: dict[str, list[str]]) -> None:
+    """Where the server starts."""
+    with pytest.raises(ConfigError, match="expected"):
+        PagePolicy(is_keyless=True, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -138,47 +155,37 @@ def test_the_options_decide_which_hosts_may_call(
 
 def test_without_keys_the_owner_is_the_address() -> None:
     """A session is its address' own; with keys it is the key's, whatever the address and what headers claim."""
+    headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"203.0.113.7"), (b"forwarded", b"for=203.0.113.7")]
+    headers += [(b"authorization", f"Bearer {KEY}".encode()), (b"x-real-ip", b"203.0.113.7")]
 
-    async def owner(keys: KeyRing, client: tuple[str, int] | None) -> bytes:
-        seen: list[bytes] = []
-
-        async def app(scope: Any, *_: Any) -> None:
-            seen.append(scope[OWNER])
-
-        headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"203.0.113.7"), (b"forwarded", b"for=203.0.113.7")]
-        headers += [(b"authorization", f"Bearer {KEY}".encode()), (b"x-real-ip", b"203.0.113.7")]
-        gate = Gate(app, GateSettings(keys), GatePaths())
+    def owner(keys: KeyRing, client: tuple[str, int] | None) -> bytes:
+        app = AsyncMock()
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
-        await gate(scope, None, None)  # type: ignore[arg-type]
-        return seen[0]
+        asyncio.run(Gate(app, GateSettings(keys), GatePaths())(scope, None, None))  # type: ignore[arg-type]
+        return bytes(app.call_args.args[0][OWNER])
 
     addresses = [("192.0.2.1", 1), ("192.0.2.1", 2), ("192.0.2.2", 1), None]
-    first, again, other, unknown = (asyncio.run(owner(KeyRing(), client)) for client in addresses)
+    first, again, other, unknown = (owner(KeyRing(), client) for client in addresses)
     assert first == again and len({first, other, unknown}) == 3
-    assert len({asyncio.run(owner(KeyRing([KEY]), client)) for client in addresses}) == 1
+    assert len({owner(KeyRing([KEY]), client) for client in addresses}) == 1
 
 
-def test_a_client_is_an_address_or_a_network() -> None:
-    """IPv6 hosts have a /64 to themselves."""
-    assert client_network("192.0.2.1") == client_network("::ffff:192.0.2.1") == "192.0.2.1"
-    assert client_network("2001:db8::1") == client_network("2001:db8::ffff:0:0:1") == "2001:db8::/64"
-    assert client_network("2001:db8:0:1::1") != client_network("2001:db8::1")
-    assert client_network("fe80::1%eth0") == client_network("fe80::2%eth0")
-    assert client_network("no address") == "no address"
-
-
-def test_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket that is full again is forgotten; and there are never more than so many. So are those of all limits."""
+def test_an_owners_rate_holds_and_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds' worth in one burst, then the rate. A bucket that is full again is forgotten; and there are never
+    more than so many. So are those of all limits.
+    """
     now = 0.0
     limiter = RateLimiter(2.0, clock=lambda: now)
     for number in range(1000):
         now += 0.01
         limiter.admit(b"%d" % number)
     assert len(limiter) <= 201
-    for _ in range(3):
-        limiter.admit(b"999")
-    with pytest.raises(RequestError):
-        limiter.admit(b"999")  # a bucket that is not full is kept
+    for num_admitted, pause_s in ((3, 0.5), (1, 0.0)):  # of the last one, whose bucket is not full and so is kept
+        for _ in range(num_admitted):
+            limiter.admit(b"999")
+        with pytest.raises(RequestError, match="2 requests per second"):
+            limiter.admit(b"999")
+        now += pause_s
     monkeypatch.setattr(limiter, "_most", 10)
     for number in range(100):
         limiter.admit(b"x%d" % number)

@@ -6,16 +6,17 @@ import asyncio
 import gc
 import json
 import logging
-import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Scope
 from tests.certificates import make_own, needs_openssl
-from tests.raw_client import ENOUGH, LIVE, PROMPT, QUICK, SESSION, Raw, is_well, post
-from tests.serving import FakeServer, StepGate, serve_fake
+from tests.raw_client import ENOUGH, LIVE, QUICK, SESSION, Raw, is_well, post, unread
+from tests.serving import PROMPT, FakeServer, StepGate, serve_fake
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from outrider.cloud.api.state import ServerSettings
@@ -58,18 +59,11 @@ def test_a_long_pipeline_is_closed(server: FakeServer) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_s_scope_is_emptied_but_for_what_uvicorn_reads_after_it(fails: bool) -> None:
     """Its own answer, where not even the error could be sent, needs the method."""
-
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        if fails:
-            raise ValueError
-
-    async def send(_: Message) -> None:
-        raise ConnectionError
-
     scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000, "headers": []}
+    application = AsyncMock(side_effect=ValueError if fails else None)
     served = ServedRequests(application, RequestTally(), lambda scope: "unmatched")
     with nullcontext() if not fails else pytest.raises(ConnectionError):
-        asyncio.run(served(scope, None, send))  # type: ignore[arg-type]  # it reads nothing
+        asyncio.run(served(scope, AsyncMock(), AsyncMock(side_effect=ConnectionError)))
     assert scope == {"method": "GET"}
 
 
@@ -106,29 +100,35 @@ def test_a_pipeline_behind_a_stream_waits_in_the_network() -> None:
     block = post("/v1/verify", b"{" + b" " * 1000 + b"}")
     with serve_fake(gate=StepGate(), limits=ENOUGH) as server:
         with Raw(server) as raw:
-            raw.send(post("/v1/sessions", json.dumps(SESSION).encode()))
-            server.wait_until(lambda: server.core.engine.stats().running == 1)
-            (protocol,) = server.server.server_state.connections
-            assert isinstance(protocol, BoundedProtocol)
-            raw.send(block)
-            server.wait_until(lambda: len(protocol.pipeline) == 1)
+            protocol = piped(server, raw, SESSION_POST, block)
             raw.socket.setblocking(False)
             sent = 0
-            try:
+            with pytest.raises(BlockingIOError):
                 while sent < 256 << 20:
                     sent += raw.socket.send(block * 100)
-            except BlockingIOError:
-                pass
             assert protocol.flow.read_paused and len(protocol.pipeline) == 1
-            assert sent < 256 << 20
         server.gate.open()
         assert is_well(server)
+
+
+SESSION_POST = post("/v1/sessions", json.dumps(SESSION).encode())
+
+
+def piped(server: FakeServer, raw: Raw, first: bytes, *others: bytes) -> Any:
+    """The protocol of a connection on which others wait behind the first, which runs."""
+    raw.send(first)
+    server.wait_until(lambda: server.core.slots.num_taken == 1)
+    (protocol,) = server.server.server_state.connections
+    assert isinstance(protocol, BoundedProtocol)
+    raw.send(b"".join(others))
+    server.wait_until(lambda: len(protocol.pipeline) == len(others))
+    return protocol
 
 
 @pytest.mark.parametrize(
     "first",
     [
-        post("/v1/sessions", json.dumps(SESSION).encode()),
+        SESSION_POST,
         post("/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()),
     ],
     ids=["session", "completion"],
@@ -140,12 +140,7 @@ def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, cap
     # No step ends, so only the client's leaving can free anything.
     with serve_fake(ServerSettings(keep_alive_s=0.05), gate=StepGate(), limits=ENOUGH) as server:
         with Raw(server) as raw:
-            raw.send(first)
-            server.wait_until(lambda: server.core.slots.num_taken == 1)
-            (protocol,) = server.server.server_state.connections
-            assert isinstance(protocol, BoundedProtocol)
-            raw.send(LIVE * 3)
-            server.wait_until(lambda: len(protocol.pipeline) == 3)
+            piped(server, raw, first, LIVE, LIVE, LIVE)
         server.wait_until(lambda: server.core.slots.num_taken == len(server.core.sessions) == 0)
         server.wait_until(lambda: not server.server.server_state.tasks)
         server.gate.open()
@@ -159,12 +154,7 @@ def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, cap
 def test_answers_that_nobody_reads_end() -> None:
     """The write buffer fills, the route waits, and after a while the connection is cut."""
     with serve_fake(limits=ConnectionLimits(write_s=0.1, max_pipelined=1000)) as server:
-        raw = socket.socket()
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, _, port = server.url.rpartition("/")[2].partition(":")
-        raw.connect((host, int(port)))
-        with raw:
-            raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 600)
+        with unread(server, b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 600):
             server.wait_until(lambda: len(server.server.table) == 1)
             server.wait_until(lambda: len(server.server.table) == 0)
         server.wait_until(lambda: not server.server.server_state.tasks)
@@ -191,16 +181,12 @@ def encrypted(server: FakeServer, tls: TlsFiles) -> Iterator[Raw]:
 def test_tls_has_the_same_limits_and_handshakes_a_deadline(tls: TlsFiles) -> None:
     """Headers and time; a client that connects and does not begin, or sends no TLS."""
     with serve_fake(limits=QUICK, tls=tls) as server:
-        with encrypted(server, tls) as raw:
-            assert raw.answer(LIVE)[0] == 200
-            assert raw.answer(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 40_000)[0] == 431
-        with encrypted(server, tls) as raw:
-            assert raw.answer(LIVE[:30])[0] == 408
-        with Raw(server) as raw:
-            assert raw.is_closed()
-        with Raw(server) as raw:
-            raw.send(LIVE)
-            assert raw.is_closed() or raw.is_closed()
+        for head, status in ((b"GET / HTTP/1.1\r\nX-A: " + b"a" * 40_000, 431), (LIVE[:30], 408)):
+            with encrypted(server, tls) as raw:
+                assert [raw.answer(data)[0] for data in (LIVE, head)] == [200, status]
+        with Raw(server) as silent, Raw(server) as plain:
+            plain.send(LIVE)
+            assert silent.is_closed() and (plain.is_closed() or plain.is_closed())
         server.wait_until(lambda: len(server.server.table) == 0)
 
 

@@ -9,26 +9,26 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from tests.fronts import changed, report_of, served
-from tests.serving import StepGate, bearer, code_of, key_line, open_session, run_session
+from tests.serving import ALICE, BOB, PROMPT, StepGate, bearer, code_of, key_line, open_session, run_session
 
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.recent.store import MemoryStore
-from outrider.cloud.replicas.members import Member, Members, Report
+from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey, KeyRing
+from outrider.models.http.request_context import current_request
 from outrider.models.http.security import Gate, GatePaths, GateSettings
 
-ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-reads-the-metrics"
-PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 4000}
 
@@ -43,41 +43,29 @@ def ring_of(*lines: str) -> KeyRing:
 
 def test_a_replicas_gate_takes_its_front_only() -> None:
     """The gate itself finds no owner without the secret, and takes limits from nobody else."""
-    ring = ForwardedOwners("s3cret")
+    ring, app = ForwardedOwners("s3cret"), AsyncMock()
     key = ApiKey.parse(key_line(ALICE, "name=alice sessions=3 tokens-per-minute=70 priority=5 requests-per-second=9"))
-    seen: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope)
-
     gate = Gate(app, GateSettings(ring), GatePaths(), is_paced=False)
 
-    def call(*headers: tuple[bytes, bytes]) -> None:
+    def owner(*headers: tuple[bytes, bytes]) -> Any:
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": ("10.0.0.1", 1)}
         asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
+        return app.call_args.args[0]["outrider.owner"]
 
     own = forwarded("s3cret", Caller(key.digest, key, "203.0.113.7", "CN=a")).encode()
-    with pytest.raises(RequestError, match="call the server in front"):
-        call()
     forged = (b"", b"Bearer ", b"Bearer .6f", b"Bearer s3cre.6f", b"Bearer s3crets.6f", b"Bearer " + ALICE.encode())
-    for header in (*forged, own[:-300]):
+    for headers in ([], *([(b"authorization", each)] for each in (*forged, own[:-300]))):
         with pytest.raises(RequestError, match="call the server in front"):
-            call((b"authorization", header))
-    call((b"authorization", own))
-    assert seen[0]["outrider.owner"] == key.digest
-    found = ring.of_owner(key.digest)
-    assert found is not None and (found.name, found.sessions, found.tokens_per_minute, found.priority) == (
-        "alice",
-        3,
-        70,
-        5,
-    )
-    assert found.requests_per_second is None  # the front has counted it
+            owner(*headers)
+    assert owner((b"authorization", own)) == key.digest
+    # The front has counted requests per second.
+    found: Any = ring.of_owner(key.digest)
+    limits = (found.name, found.sessions, found.tokens_per_minute, found.priority, found.requests_per_second)
+    assert limits == ("alice", 3, 70, 5, None)
     assert ring.sessions_of(key.digest) == 3 and ring.may_generate(key.digest)
-    call((b"authorization", forwarded("s3cret", Caller(b"\x00owner")).encode()))
-    assert seen[1]["outrider.owner"] == b"\x00owner" and len(ring) == 1
+    assert owner((b"authorization", forwarded("s3cret", Caller(b"\x00owner")).encode())) == b"\x00owner"
     # No key is needed: the server's limits.
-    assert ring.of_owner(b"\x00owner") is None and ring.sessions_of(b"\x00owner") is None
+    assert len(ring) == 1 and ring.of_owner(b"\x00owner") is None and ring.sessions_of(b"\x00owner") is None
 
 
 def test_a_keys_own_limits_hold_at_a_replica() -> None:
@@ -91,7 +79,7 @@ def test_a_keys_own_limits_hold_at_a_replica() -> None:
         long = BODY | {"prompt": [9] * 39, "max_tokens": 1, "priority": 100}
         assert client.post("/v1/completions", json=long, headers=forged).status_code == 200
         found = replica.server.core.settings.keys.of_owner(ApiKey.plain(ALICE).digest)
-        assert found is not None and found.priority == -7
+        assert found and found.priority == -7
         refused = client.post("/v1/completions", json=long, headers=forged)
         assert code_of(refused) == (429, "tokens_exhausted") and int(refused.headers["retry-after"]) > 10
         assert client.post("/v1/completions", json=long, headers=bearer(BOB)).status_code == 200
@@ -99,66 +87,66 @@ def test_a_keys_own_limits_hold_at_a_replica() -> None:
 
 def test_a_front_checks_scopes_and_each_keys_rate() -> None:
     """Before anything reaches a replica; its own answers carry the request's id."""
-    keys = ring_of(key_line(ALICE, "requests-per-second=0.001"), key_line(ROOT, "scopes=metrics"))
+    keys = ring_of(key_line(ALICE, "requests-per-second=0.001"), key_line(BOB, "scopes=metrics"))
     with served(keys) as (client, _, _):
-        assert client.get("/metrics", headers=bearer(ROOT)).status_code == 200
+        assert client.get("/metrics", headers=bearer(BOB)).status_code == 200
         assert code_of(client.get("/metrics", headers=bearer(ALICE))) == (403, "scope_missing")
-        assert code_of(client.post("/v1/verify", json={}, headers=bearer(ROOT))) == (403, "scope_missing")
-        drafts = "/v1/sessions/000001x/drafts"
-        refused = client.post(drafts, json={}, headers=bearer(ROOT) | {"x-request-id": "draft.1"})
-        assert code_of(refused) == (403, "scope_missing") and refused.headers["x-request-id"] == "draft.1"
-        assert refused.json()["request_id"] == "draft.1"
+        for path in ("/v1/verify", "/v1/sessions/000001x/drafts"):
+            refused = client.post(path, json={}, headers=bearer(BOB) | {"x-request-id": "draft.1"})
+            assert code_of(refused) == (403, "scope_missing")
+            assert refused.headers["x-request-id"] == refused.json()["request_id"] == "draft.1"
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 200
         limited = client.post("/v1/completions", json=BODY, headers=bearer(ALICE) | {"x-request-id": "mine.1"})
         assert code_of(limited) == (429, "rate_limited") and limited.headers["x-request-id"] == "mine.1"
         assert int(limited.headers["retry-after"]) > 900
 
 
-def test_a_request_keeps_its_id_and_its_trace_at_the_replica() -> None:
+def test_a_request_keeps_its_id_and_its_trace_at_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front's answer has one id, which the replica uses too; the trace's context is passed on."""
     seen: list[tuple[str, str | None]] = []
     with served(KeyRing()) as (client, (replica,), _):
-        core = replica.server.core
-        submit = core.engine.submit
+        engine = replica.server.core.engine
+        submit = engine.submit
 
         def noting(request: Any, sink: Any) -> int:
-            from outrider.models.http.request_context import current_request
-
             found = current_request()
             assert found is not None
             seen.append((found.request_id, found.trace_id))
             return submit(request, sink)
 
-        core.engine.submit = noting  # type: ignore[method-assign]
+        monkeypatch.setattr(engine, "submit", noting)
         trace = "0af7651916cd43dd8448eb211c80319c"
         headers = {"x-request-id": "mine.7", "traceparent": f"00-{trace}-b7ad6b7169203331-00"}
-        assert client.post("/v1/completions", json=BODY, headers=headers).headers.get_list("x-request-id") == ["mine.7"]
-        other = client.post("/v1/completions", json=BODY)
+        own, other = (client.post("/v1/completions", json=BODY, headers=each) for each in (headers, {}))
+    assert own.headers.get_list("x-request-id") == ["mine.7"]
     assert seen == [("mine.7", trace), (other.headers["x-request-id"], None)]
 
 
 # -- keys that go ------------------------------------------------------------------------------------------------------
 
 
+def two_keys(tmp_path: Path) -> tuple[Path, KeyRing]:
+    """A file with the keys of ALICE and BOB, and its ring."""
+    path = tmp_path / "keys"
+    path.write_text(f"{ALICE}\n{BOB}\n")
+    return path, KeyRing.load(path)
+
+
 def test_the_streams_of_a_removed_key_end(tmp_path: Path) -> None:
     """At all replicas, with `unauthorized`; its next request is refused, other keys notice nothing."""
-    path, gate = tmp_path / "keys", StepGate()
-    path.write_text(f"{ALICE}\n{BOB}\n")
-    keys = KeyRing.load(path)
+    (path, keys), gate, owner = two_keys(tmp_path), StepGate(), ApiKey.plain(ALICE).digest
     with served(keys, 2, gate=gate) as (client, group, front), ExitStack() as stack:
         theirs = [stack.enter_context(open_session(client, LONG, bearer(ALICE))) for _ in range(2)]
         other = stack.enter_context(open_session(client, BODY, bearer(BOB)))
         path.write_text(f"{BOB}\n")
         front.server.revoke(keys.reload())
-        owner = ApiKey.plain(ALICE).digest
         front.wait_until(lambda: all(not each.server.core.settings.keys.may_generate(owner) for each in group))
         gate.open()
-        for each in theirs:
-            end = each.rest().end
-            assert end.error is not None and end.error.code == "unauthorized"
+        errors = [each.rest().end.error for each in theirs]
+        assert [error and error.code for error in errors] == ["unauthorized"] * 2
         assert other.rest().end.reason == "length"
         assert code_of(client.post("/v1/sessions", json=BODY, headers=bearer(ALICE))) == (401, "unauthorized")
-        path.write_text(f"{ALICE}\n{BOB}\n")
+        two_keys(tmp_path)
         keys.reload()
         assert run_session(client, BODY, headers=bearer(ALICE)).end.reason == "length"
 
@@ -168,13 +156,9 @@ def test_a_stream_of_a_removed_key_is_cut_where_its_replica_does_not_end_it(
 ) -> None:
     """A replica that has not heard of it generates for nobody."""
     monkeypatch.setattr("outrider.cloud.replicas.forward._REMOVED_S", 0.0)
-    path, gate = tmp_path / "keys", StepGate()
-    path.write_text(f"{ALICE}\n{BOB}\n")
-    keys = KeyRing.load(path)
+    (path, keys), gate = two_keys(tmp_path), StepGate()
     with served(keys, gate=gate) as (client, (replica,), front):
-        ring = replica.server.core.settings.keys
-        assert isinstance(ring, ForwardedOwners)
-        ring.on_removed = lambda owners: None
+        monkeypatch.setattr(replica.server.core.settings.keys, "on_removed", lambda owners: None)
         with open_session(client, LONG, bearer(ALICE)) as session:
             path.write_text(f"{BOB}\n")
             front.server.revoke(keys.reload())
@@ -189,28 +173,34 @@ def test_a_stream_of_a_removed_key_is_cut_where_its_replica_does_not_end_it(
 
 def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
     """One line per request, with key and address of the client: by the replica that worked, or by the front."""
-    path = tmp_path / "audit.jsonl"
+    path, invalid = tmp_path / "audit.jsonl", BODY | {"max_tokens": -1}
     with (
         closing(AuditLog(path)) as log,
         served(ring_of(key_line(ALICE, "name=alice")), 2, audit=log) as (client, group, front),
     ):
         run_session(client, BODY, headers={"x-request-id": "work.1"} | bearer(ALICE))
-        assert client.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=bearer(ALICE)).status_code == 400
-        assert client.post("/v1/completions", json=BODY).status_code == 401
-        assert client.post("/v1/sessions/000001x/drafts", json={}).status_code == 401
+        for place, body, headers, status in (
+            ("/v1/completions", invalid, bearer(ALICE), 400),
+            ("/v1/completions", BODY, {}, 401),
+            ("/v1/sessions/000001x/drafts", {}, {}, 401),
+        ):
+            assert client.post(place, json=body, headers=headers).status_code == status
         assert client.get("/v1/models", headers=bearer(ALICE)).status_code == 200
         for each in group:
             each.server.wait_until(each.server.is_empty)
         front.publish([])
         front.wait_until(lambda: client.get("/health/ready").status_code == 503)
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 503
-    work, invalid, refused, nowhere, counted = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (work["key"], work["network"], work["request_id"]) == ("alice", "127.0.0.1", "work.1")
-    assert (work["prompt_tokens"], work["generated_tokens"], work["end"]) == (4, 12, "length")
-    assert (invalid["key"], invalid["status"]) == ("alice", 400)
-    assert (refused["key"], refused["end"], refused["network"]) == (None, "unauthorized", "127.0.0.1")
-    assert (nowhere["key"], nowhere["end"]) == ("alice", "no_replica")
-    assert (counted["endpoint"], counted["refused_requests"]) == ("/v1/sessions/{session_id}/drafts", 1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    expected: tuple[dict[str, Any], ...] = (
+        {"key": "alice", "network": "127.0.0.1", "request_id": "work.1", "prompt_tokens": 4, "generated_tokens": 12}
+        | {"end": "length"},
+        {"key": "alice", "status": 400},
+        {"key": None, "end": "unauthorized", "network": "127.0.0.1"},
+        {"key": "alice", "end": "no_replica"},
+        {"endpoint": "/v1/sessions/{session_id}/drafts", "refused_requests": 1},
+    )
+    assert [line.items() >= each.items() for line, each in zip(lines, expected, strict=True)] == [True] * 5
     assert ALICE not in path.read_text()
 
 
@@ -219,8 +209,7 @@ def test_front_and_replicas_write_one_audit_log(tmp_path: Path) -> None:
 
 async def test_tokens_per_minute_hold_for_all_replicas_together() -> None:
     """Through the registry: each hears what the others have charged or given back."""
-    registry = Registry()
-    first, second = SharedBudget(), SharedBudget()
+    registry, first, second = Registry(), SharedBudget(), SharedBudget()
     reports = [report_of(tag) for tag in ("000001", "000002")]
 
     async def exchange() -> None:
@@ -254,27 +243,22 @@ def test_a_repeated_prompt_is_drafted_from_its_earlier_text_unless_no_store() ->
             return run_session(client, BODY, headers=headers).end.usage.looked_up_tokens
 
         looked_up(**{"cache-control": "no-store"})
-        assert looked_up() == 0
-        assert looked_up() > 5
-        assert looked_up(**{"cache-control": "no-store"}) == 0
+        assert looked_up() == 0 and looked_up() > 5 and looked_up(**{"cache-control": "no-store"}) == 0
 
 
 def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:
     """The replica that kept it has gone."""
     config = EngineConfig(spill=SpillConfig(tmp_path / "spill", "t", always=True))
     body = BODY | {"prompt": PROMPT * 9}
-    with served(ring_of(key_line(ALICE)), 2, config=config) as (client, group, front):
-        turn = run_session(client, body | {"keep_prefix": True}, headers=bearer(ALICE))
-        keeper = next(each for each in group if each.server.core.engine.stats().totals.committed)
+    with served(config=config, count=2) as (client, group, front):
+        turn = run_session(client, body | {"keep_prefix": True})
+        keeper, left = sorted(group, key=lambda each: -each.server.core.engine.stats().totals.committed)
         keeper.server.wait_until(lambda: keeper.server.core.engine.stats().totals.spilled == 1)
-        left = [each for each in group if each is not keeper]
-        front.publish([each.report for each in left])
+        front.publish([left.report])
         front.wait_until(lambda: len(front.front.members) == 1)
-        again = run_session(
-            client, body | {"prompt": [7, 8], "prefix_hash": turn.end.prefix_hash}, headers=bearer(ALICE)
-        )
+        again = run_session(client, body | {"prompt": [7, 8], "prefix_hash": turn.end.prefix_hash})
         assert again.end.usage.cached_prompt_tokens > 30
-        assert left[0].server.core.engine.stats().totals.restored == 1
+        assert left.server.core.engine.stats().totals.restored == 1
 
 
 # -- which replicas a front knows --------------------------------------------------------------------------------------
@@ -282,25 +266,27 @@ def test_a_prefix_on_disk_is_found_by_another_replica(tmp_path: Path) -> None:
 
 def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     """Held prefixes first, then the target, then the load; an owner's choice is stable."""
-    members = Members()
+    members, idle = Members(), Members()
     reports = [report_of(f"{index:06x}", target="old" if index < 2 else "new", running=index) for index in range(4)]
     members.update(reports)
-    by_tag = {member.report.tag: member for member in members}
-    assert members.choose(b"o") is by_tag["000000"]
-    assert members.choose(b"o", target="new") is by_tag["000002"]
-    assert members.choose(b"o", target="none") is by_tag["000000"]
-    members.hold(b"o", "h", by_tag["000003"])
-    assert members.choose(b"o", held="h", target="old") is by_tag["000003"]
-    assert members.choose(b"o", held="h", tried=[by_tag["000003"]]) is by_tag["000000"]
-    by_tag["000000"].is_suspect = True
-    assert members.choose(b"o") is by_tag["000001"]
+    zero, one, two, three = sorted(members, key=lambda member: member.report.tag)
+    members.hold(b"o", "h", three)
+    choices: tuple[dict[str, Any], ...] = (
+        {},
+        {"target": "new"},
+        {"target": "none"},
+        {"held": "h", "target": "old"},
+        {"held": "h", "tried": [three]},
+    )
+    assert [members.choose(b"o", **choice) for choice in choices] == [zero, two, zero, three, zero]
+    zero.is_suspect = True
+    assert members.choose(b"o") is one
     members.update([replace(reports[0], number=2), *reports[1:]])
-    assert members.choose(b"o") is by_tag["000000"]
-    idle = Members()
+    assert members.choose(b"o") is zero
     idle.update([changed(each, running=0) for each in reports])
-    chosen = {owner: idle.choose(owner) for owner in (bytes([n]) for n in range(40))}
-    assert all(idle.choose(owner) is member for owner, member in chosen.items())
-    assert len({member.report.tag for member in chosen.values() if isinstance(member, Member)}) > 1
+    owners = [bytes([n]) for n in range(40)]
+    chosen = [idle.choose(owner) for owner in owners]
+    assert [idle.choose(owner) for owner in owners] == chosen and len(set(map(id, chosen))) > 1
     assert Members().choose(b"o") is None and Members().ready(is_draining=False) is None
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.certificates import OPENSSL, make_own, make_signed
 from tests.drafts import make_draft
 from tests.fronts import report_of
-from tests.serving import bearer, fake_target, run_session
+from tests.serving import BODY, bearer, fake_target, run_session
 from tests.waiting import TIMEOUT_S, wait_until
 from typer.testing import CliRunner
 
@@ -39,8 +39,6 @@ from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.process import watched_files
 
 ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-reads-the-metrics"
-PROMPT = [5, 17, 99, 3]
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -99,8 +97,7 @@ def every_option(place: Path) -> ServeOptions:
 
 def test_every_option_is_the_fronts_or_reaches_the_replicas(tmp_path: Path) -> None:
     """None is lost on the way: paths are made absolute, keys and certificates stay with the front."""
-    given = every_option(tmp_path)
-    default = ServeOptions("b")
+    given, default = every_option(tmp_path), ServeOptions("b")
     same = [each.name for each in fields(ServeOptions) if getattr(given, each.name) == getattr(default, each.name)]
     assert not same  # a new option belongs into this test
     target: Any = SimpleNamespace(path=Path("bundle"), model=SimpleNamespace(name="n"))
@@ -137,28 +134,28 @@ def test_an_argument_that_has_no_effect_in_a_cluster_is_refused(argument: dict[s
 @contextmanager
 def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A front and a replica by the options, in this process; the registry names the one to the other."""
-    monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
-    owners = ForwardedOwners("s3cret")
-    with ExitStack() as stack:
-        target, deaths = stack.enter_context(fake_target()), list[Any]()
+    owners, is_ready, deaths = ForwardedOwners("s3cret"), threading.Event(), list[Any]()
+
+    async def follow(registry: object) -> AsyncIterator[list[Report]]:
+        yield [report]
+        await asyncio.Event().wait()
+
+    with (
+        fake_target() as target,
+        audit_log_of(options.audit_log) as audit,
+        open_socket("127.0.0.1", 0) as sock,
+        open_socket("127.0.0.1", 0) as public,
+        ExitStack() as stack,
+    ):
         target.engine.on_death = deaths.append
-        monkeypatch.setattr(replicated, "open_target", lambda _: target)
+        doubles = {"open_target": lambda _: target, "follow": follow}
+        for name in ("configure_logging", "open_registry", *doubles):
+            monkeypatch.setattr(replicated, name, doubles.get(name, lambda _: None))
         opened = stack.enter_context(OpenReplica(replicated._without_access(options))("000001", owners))
         owners.on_removed = opened.core.admission.revoke
-        sock = stack.enter_context(open_socket("127.0.0.1", 0))
         report = report_of("000001", url_of(sock, is_tls=False), "s3cret", target=opened.core.model.target)
-
-        async def follow(registry: object) -> AsyncIterator[list[Report]]:
-            yield [report]
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(replicated, "follow", follow)
-        monkeypatch.setattr(replicated, "open_registry", lambda name: None)
         access = Access.of(options)
-        audit = stack.enter_context(audit_log_of(options.audit_log))
-        is_ready = threading.Event()
         front = front_server(access, "a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
-        public = stack.enter_context(open_socket("127.0.0.1", 0))
         stack.enter_context(access.watching(front.tls, front.revoke))
         for server, each in ((opened, sock), (front, public)):
             thread = threading.Thread(target=server.run, args=([each],))
@@ -183,22 +180,19 @@ def test_serve_with_ray_has_what_a_single_server_has(tmp_path: Path, monkeypatch
     with running(options, monkeypatch) as found, httpx.Client(base_url=found.url, timeout=TIMEOUT_S) as client:
         assert KEYS_VARIABLE not in os.environ  # Ray's processes and vLLM's get the rest
         core = found.opened.core
-        assert found.deaths == [found.opened.fail]
-        assert core.recent is not None and core.admission._tokens_per_minute == 500
+        assert found.deaths == [found.opened.fail] and core.recent is not None
+        assert core.admission._tokens_per_minute == 500
         for path in ("/v1/models", "/metrics"):
             assert httpx.get(found.replica + path).status_code == 401
         assert run_session(client, BODY, headers=bearer(ALICE)).end.reason == "length"
         keys.write_text(f"{BOB}\n")
-
-        def is_removed() -> bool:
-            return client.get("/v1/models", headers=bearer(ALICE)).status_code == 401
-
-        wait_until(is_removed)
+        wait_until(lambda: client.get("/v1/models", headers=bearer(ALICE)).status_code == 401)
         assert client.get("/v1/models", headers=bearer(BOB)).status_code == 200
-        shown = client.get("/metrics", headers=bearer(ROOT)).text
-        assert 'outrider_reloads_total{replica="front",file="keys",result="ok"} 1.0' in shown
-        assert 'outrider_audit_lines_lost_total{replica="000001"} 0.0' in shown
-        assert 'outrider_audit_lines_lost_total{replica="front"} 0.0' in shown
+        assert set(client.get("/metrics", headers=bearer(ROOT)).text.splitlines()) >= {
+            'outrider_reloads_total{replica="front",file="keys",result="ok"} 1.0',
+            'outrider_audit_lines_lost_total{replica="000001"} 0.0',
+            'outrider_audit_lines_lost_total{replica="front"} 0.0',
+        }
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     assert [line["key"] for line in lines if line["status"] == 200] == [ApiKey.plain(ALICE).name]
     assert {line["endpoint"] for line in lines if line["status"] == 401} == {"/v1/models", "/metrics"}
@@ -257,8 +251,7 @@ def test_a_front_asks_for_client_certificates(tmp_path: Path, monkeypatch: pytes
 def test_replicas_follow_running_and_queued_sequences() -> None:
     """As many as leave none with more than its share."""
     loads = {RUNNING: {"a": 30.0, "b": 10.0}, QUEUED: {"a": 20.0, "b": 0.0}, "other": {"a": 1e9}}
-    assert replicas_for(loads, 32.0) == 2 and replicas_for(loads, 20.0) == 3 and replicas_for(loads, 100.0) == 1
-    assert replicas_for({}, 32.0) == 1
+    assert [replicas_for(loads, most) for most in (20.0, 32.0, 100.0)] == [3, 2, 1] and replicas_for({}, 32.0) == 1
 
 
 @pytest.mark.parametrize(
@@ -322,11 +315,11 @@ def test_a_replica_whose_target_opens_more_gpus_than_it_got_ends(monkeypatch: py
 
 def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line each, exit code 2 where the command line says so."""
-    for option in ("--replicas", "--gpus-per-replica"):
-        refused = CliRunner().invoke(main.app, ["serve", "nowhere", option, "2"])
-        assert isinstance(refused.exception, ConfigError)
-        assert str(refused.exception) == f"{option} has no effect without --ray; give that too"
     monkeypatch.setitem(sys.modules, "ray", None)
-    missing = CliRunner().invoke(main.app, ["serve", "nowhere", "--ray"])
-    assert isinstance(missing.exception, RuntimeUnavailable)
-    assert str(missing.exception).endswith('run: pip install "outrider[scale]"')
+    for words, error, message in (
+        (["--replicas", "2"], ConfigError, "^--replicas has no effect without --ray; give that too$"),
+        (["--gpus-per-replica", "2"], ConfigError, "^--gpus-per-replica has no effect without --ray; give that too$"),
+        (["--ray"], RuntimeUnavailable, r'run: pip install "outrider\[scale\]"$'),
+    ):
+        with pytest.raises(error, match=message):
+            CliRunner().invoke(main.app, ["serve", "nowhere", *words], catch_exceptions=False)

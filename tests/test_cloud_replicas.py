@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.agents import nowhere
 from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of, serve_front, served
 from tests.local_endpoint import note_requests
+from tests.raw_server import raw_server, writes
 from tests.serving import (
+    BODY,
+    PROMPT,
     StepGate,
     bearer,
     code_of,
@@ -38,8 +40,6 @@ from outrider.models.errors import RequestError
 from outrider.models.http.security import KeyRing
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
-PROMPT = [5, 17, 99, 3]
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 3000}
 KEYS = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
 
@@ -60,11 +60,11 @@ def test_texts_through_replicas_are_those_of_one_server(client: httpx.Client) ->
     assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
     item = {"prefix": PROMPT, "draft": target_tokens(PROMPT, 3)}
     (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
-    assert result["tokens"] == target_tokens(PROMPT, 4) and result["accepted"] == 3
     done = client.post("/v1/completions", json={"model": "fake", "prompt": PROMPT, "max_tokens": 5})
+    assert (result["tokens"], result["accepted"]) == (target_tokens(PROMPT, 4), 3)
     assert done.json()["usage"]["completion_tokens"] <= 5 and done.status_code == 200
-    assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
-    assert client.get("/openapi.json").json()["info"]["title"] == "Outrider verifier"
+    shown = client.get("/v1/models").json()["data"][0]["id"], client.get("/openapi.json").json()["info"]["title"]
+    assert shown == ("fake", "Outrider verifier")
 
 
 def test_sessions_are_spread() -> None:
@@ -80,14 +80,14 @@ def test_drafts_reach_the_replica_that_their_session_names(is_tree: bool) -> Non
     expected, gate = target_tokens(PROMPT, 12), StepGate()
     body = BODY | {"max_tokens": 12, "patience_ms": 0}
     with served(count=2, gate=gate) as (client, _, _), open_session(client, body) as session:
-        paths: dict[str, Any] = {"json": {"base": 0, "paths": [expected[:8]]}}
-        tree = TreeDraft(0, 0, expected[:8], [ROOT, *range(7)], [15] * 8).encode()
-        sent: dict[str, Any] = {"content": tree, "headers": {"content-type": TREE_MEDIA_TYPE}}
-        answer = client.post(session.drafts, **(sent if is_tree else paths))
-        assert answer.status_code == 204 and not answer.content
+        sent: dict[str, Any] = {"json": {"base": 0, "paths": [expected[:8]]}}
+        if is_tree:
+            tree = TreeDraft(0, 0, expected[:8], [ROOT, *range(7)], [15] * 8).encode()
+            sent = {"content": tree, "headers": {"content-type": TREE_MEDIA_TYPE}}
+        answer = client.post(session.drafts, **sent)
         gate.open()
         text = session.rest()
-    assert text.tokens == expected
+    assert (answer.status_code, answer.content, text.tokens) == (204, b"", expected)
     assert sum(commit.accepted - commit.looked_up for commit in text.commits) > 0
 
 
@@ -97,20 +97,21 @@ def test_a_draft_for_a_session_that_is_nowhere_is_answered(client: httpx.Client)
         answer = client.post(f"/v1/sessions/{session}/drafts", json={"base": 0, "paths": [[1]]})
         assert code_of(answer) == (404, "unknown_session")
     assert client.delete("/v1/sessions/ffffffgone").status_code == 404
-    headers = {"prefer": "return=minimal", "content-type": "text/plain"}
-    assert client.post("/v1/sessions/000001x/drafts", content=b"{}", headers=headers).status_code == 415
+    headers = {"prefer": "return=minimal", "content-type": "text/plain", "x-request-id": "mine-1"}
+    refused = client.post("/v1/sessions/000001x/drafts", content=b"{}", headers=headers)
+    assert refused.status_code == 415 and refused.headers.get_list("x-request-id") == ["mine-1"]
     assert client.get("/v1/sessions/000001x/drafts").status_code == 405
 
 
 def test_a_session_ends_by_delete_and_by_disconnect() -> None:
-    """Its replica frees what it held, though it talks to the front only."""
-    gate = StepGate()
-    with served(gate=gate) as (client, (replica,), front):
-        with open_session(client, LONG) as session:
-            assert client.delete(session.path).status_code == 204
+    """Its replica frees what it held, though it talks to the front only. Another key's DELETE does not find it."""
+    gate, (mine, theirs) = StepGate(), map(bearer, KEYS)
+    with served(KeyRing(KEYS), gate=gate) as (client, (replica,), front):
+        with open_session(client, LONG, mine) as session:
+            assert [client.delete(session.path, headers=each).status_code for each in (theirs, mine)] == [404, 204]
             gate.allow(3)
             assert session.rest().end.reason == "cancelled"
-        with open_session(client, LONG):
+        with open_session(client, LONG, mine):
             pass
         gate.open()
         replica.server.wait_until(replica.server.is_empty)
@@ -121,21 +122,15 @@ async def test_a_lost_replica_costs_no_text() -> None:
     """Twelve texts on two replicas, one of which is cut off in mid-text: the same texts, some by another session."""
     gate, count = StepGate(), 60
     with replicas(2, gate=gate) as group, serve_front(group) as front:
-        started: set[int] = set()
+        started = [asyncio.Event() for _ in range(12)]
 
-        async def one(index: int) -> GenerationResult:
-            def seen(tokens: Any) -> None:
-                started.add(index)
-                if len(started) == 12:
-                    everyone.set()
-
+        async def one(event: asyncio.Event) -> GenerationResult:
             async with VerifierClient(front.url) as client:
-                return await StreamAgent(Endpoints([client])).generate(request_for(count), seen)
+                return await StreamAgent(Endpoints([client])).generate(request_for(count), lambda tokens: event.set())
 
-        everyone = asyncio.Event()
-        texts = [asyncio.create_task(one(index)) for index in range(12)]
+        texts = [asyncio.create_task(one(event)) for event in started]
         gate.allow(200)
-        await asyncio.wait_for(everyone.wait(), TIMEOUT_S)
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), TIMEOUT_S)
         lost = max(group, key=lambda each: len(each.server.core.sessions))
         front.publish([each.report for each in group if each is not lost])
         gate.open()
@@ -146,45 +141,26 @@ async def test_a_lost_replica_costs_no_text() -> None:
 
 def test_a_request_whose_replica_cannot_be_reached_goes_to_another(group: list[FakeReplica]) -> None:
     """Before an answer has begun the client notices nothing."""
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        gone = report_of("00dead", f"http://127.0.0.1:{closed.getsockname()[1]}", target=group[0].report.ready.target)
-        absent = FakeReplica(group[0].server, gone)
-        with serve_front([absent, group[0]]) as front, httpx.Client(base_url=front.url) as client:
-            for _ in range(4):
-                assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
-            front.publish([gone])
-            front.wait_until(lambda: len(front.front.members) == 1)
-            answer = client.post("/v1/sessions", json=BODY)
-    assert code_of(answer) == (503, "no_replica")
-    assert answer.headers["retry-after"] == "1"
+    gone = report_of("00dead", nowhere(), target=group[0].report.ready.target)
+    absent = FakeReplica(group[0].server, gone)
+    with serve_front([absent, group[0]]) as front, httpx.Client(base_url=front.url) as client:
+        for _ in range(4):
+            assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
+        front.publish([gone])
+        front.wait_until(lambda: len(front.front.members) == 1)
+        answer = client.post("/v1/sessions", json=BODY)
+    assert (*code_of(answer), answer.headers["retry-after"]) == (503, "no_replica", "1")
 
 
-def test_a_request_is_not_given_to_one_replica_after_the_other_that_dies_of_it() -> None:
+def test_a_request_is_not_given_to_one_replica_after_the_other_that_dies_of_it(group: list[FakeReplica]) -> None:
     """Two may be lost with it before it is refused."""
-
-    def serve_cut(listener: socket.socket) -> None:
-        with suppress(OSError):  # it is shut down
-            for _ in range(2):
-                accepted, _ = listener.accept()
-                accepted.recv(65536)
-                accepted.close()
-
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    for each in listeners:
-        threading.Thread(target=serve_cut, args=[each], daemon=True).start()
-    reports = [
-        report_of(f"{index:06x}", f"http://127.0.0.1:{each.getsockname()[1]}") for index, each in enumerate(listeners)
-    ]
-    with replicas(1) as group:
-        dying = [FakeReplica(group[0].server, report) for report in reports]
-        with serve_front(dying) as front, httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as client:
-            answer = client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]})
-            assert answer.json()["error"]["code"] == "no_replica"
-            assert sum(member.is_suspect for member in front.front.members) == 2
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)  # else a thread may accept from whatever has its number next
-        listener.close()
+    with ExitStack() as stack:
+        urls = [stack.enter_context(raw_server(writes(b""))).url for _ in range(4)]
+        dying = [FakeReplica(group[0].server, report_of(f"{index:06x}", url)) for index, url in enumerate(urls)]
+        front = stack.enter_context(serve_front(dying))
+        answer = httpx.post(f"{front.url}/v1/verify", json={"items": [{"prefix": PROMPT}]}, timeout=TIMEOUT_S)
+        num_suspects = sum(member.is_suspect for member in front.front.members)
+        assert (answer.json()["error"]["code"], num_suspects) == ("no_replica", 2)
 
 
 @asynccontextmanager
@@ -260,26 +236,16 @@ def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeRep
         with httpx.Client(base_url=front.url) as client:
             assert client.post("/v1/sessions", json=BODY).status_code == 401
             assert client.post("/v1/sessions/000001x/drafts", json={"base": 0, "paths": [[1]]}).status_code == 401
-            for path in ("/metrics", "/v1/model", "/v1/drafts", "/v1/tokenizer", "/v1/tokenizer/tokenizer.json"):
-                assert client.get(path).status_code == 401
+            for status, paths in (
+                (401, ("/metrics", "/v1/model", "/v1/drafts", "/v1/tokenizer", "/v1/tokenizer/tokenizer.json")),
+                (200, ("/health/live", "/health/ready", "/healthz", "/openapi.json")),
+            ):
+                assert {client.get(path).status_code for path in paths} == {status}
             forged = forwarded(group[0].report.secret, Caller(b"somebody"))
             assert client.get("/v1/model", headers={"authorization": forged}).status_code == 401
-            for path in ("/health/live", "/health/ready", "/healthz", "/openapi.json"):
-                assert client.get(path).status_code == 200
-            mine = {"authorization": f"Bearer {KEYS[0]}"}
-            with httpx.Client(base_url=front.url, headers=mine) as known:
-                assert run_session(known, BODY).tokens == target_tokens(PROMPT, 24)
-        with httpx.Client(base_url=group[0].report.url) as direct:
-            assert direct.post("/v1/sessions", json=BODY).status_code == 401
-            assert direct.post("/v1/sessions", json=BODY, headers=mine).status_code == 401
-
-
-def test_a_session_is_its_owners_through_the_front() -> None:
-    """Another key's DELETE does not find it."""
-    mine, theirs = map(bearer, KEYS)
-    with served(KeyRing(KEYS), gate=StepGate()) as (client, _, _), open_session(client, BODY, mine) as session:
-        assert client.delete(session.path, headers=theirs).status_code == 404
-        assert client.delete(session.path, headers=mine).status_code == 204
+            assert run_session(client, BODY, bearer(KEYS[0])).tokens == target_tokens(PROMPT, 24)
+        for headers in ({}, bearer(KEYS[0])):
+            assert httpx.post(group[0].report.url + "/v1/sessions", json=BODY, headers=headers).status_code == 401
 
 
 def test_a_keyless_client_is_known_by_its_address() -> None:
@@ -300,6 +266,7 @@ def test_readiness_and_metrics_are_of_all_replicas(
     front.wait_until(lambda: client.get("/health/ready").json()["running"] == 4)
     ready = client.get("/health/ready")
     assert ready.json()["queue_depth"] == 2 and ready.json()["status"] == "ready" and "date" in ready.headers
+    assert len(ready.headers.get_list("x-request-id")) == 1
     families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     labels = {sample.labels["replica"] for sample in families["outrider_num_requests_running"].samples}
     assert labels == {each.report.tag for each in group}
@@ -310,15 +277,6 @@ def test_readiness_and_metrics_are_of_all_replicas(
     assert client.get("/health/ready").json()["status"] == "failed"
     front.publish([each.report for each in group])
     front.wait_until(lambda: client.get("/health/ready").status_code == 200)
-
-
-def test_an_answer_through_the_front_has_one_request_id(client: httpx.Client) -> None:
-    """The client's, in a refusal too."""
-    refused = client.post("/v1/completions", json={}, headers={"x-request-id": "mine-1"})
-    assert refused.headers.get_list("x-request-id") == ["mine-1"] and refused.json()["request_id"] == "mine-1"
-    for path in ("/health/ready", "/nowhere", "/v1/sessions/000009x/drafts"):
-        (own,) = client.get(path).headers.get_list("x-request-id")
-        assert own
 
 
 def test_a_front_drains_its_replicas_before_it_closes() -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -27,6 +28,8 @@ from hypothesis import strategies as st
 from tests.metrics_table import grown_by, samples
 from tests.raw_client import post
 from tests.serving import (
+    BODY,
+    PROMPT,
     FakeServer,
     StepGate,
     open_session,
@@ -35,8 +38,13 @@ from tests.serving import (
     target_tokens,
 )
 
+from outrider.cloud.api.completions import completion_routes
+from outrider.cloud.api.downloads import download_routes
+from outrider.cloud.api.health import health_routes
+from outrider.cloud.api.sessions import session_routes
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
+from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.options import ServeOptions
@@ -45,15 +53,13 @@ from outrider.models.errors import SamplingError
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.interrupts import QuietInterrupt
-from outrider.models.wire.protocol import Commit, ReadyAnswer, SessionOpen, parse_event
+from outrider.models.wire.protocol import Commit, parse_event
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
-PROMPT = [5, 17, 99, 3]
 ALIASES = {
     **dict.fromkeys(("/health", "/healthz", "/livez"), "/health/live"),
     "/readyz": "/health/ready",
 }
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 
 
 @given(
@@ -64,11 +70,10 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 def test_commits_on_the_wire_are_the_protocols(base: int, tokens: list[int], proposed: int) -> None:
     """What is written by hand is what the protocol's model reads, and as short as it can be."""
     data = encode_commit(CommitEvent(base, tuple(tokens), min(proposed, 1), proposed))
-    assert data.startswith(b"data: ") and data.endswith(b"\n\n")
-    assert parse_event(data[6:]) == Commit(base=base, tokens=tokens, accepted=min(proposed, 1), proposed=proposed)
     raw = json.loads(data[6:])
+    assert data == b"data: " + json.dumps(raw, separators=(",", ":")).encode() + b"\n\n"
     assert set(raw) == ({"base", "tokens", "accepted", "proposed"} if proposed else {"base", "tokens"})
-    assert data[6:-2] == json.dumps(raw, separators=(",", ":")).encode()
+    assert parse_event(data[6:]) == Commit(base=base, tokens=tokens, accepted=min(proposed, 1), proposed=proposed)
 
 
 @pytest.mark.parametrize("data", ["{}", "[]", '{"type":"other"}', "{", '{"base":1}'])
@@ -83,34 +88,26 @@ def test_a_token_costs_less_than_sixty_bytes_down(client: httpx.Client) -> None:
     with_lookup = encode_commit(CommitEvent(3, (1, 2, 3), 2, 4, 1)).decode().strip()
     assert parse_event(with_lookup[6:]) == Commit(base=3, tokens=[1, 2, 3], accepted=2, proposed=4, looked_up=1)
     assert len(encode_commit(CommitEvent(9999, (151_935,), 0, 0))) < 60
-    with client.stream("POST", "/v1/sessions", json=BODY) as response:
-        received = sum(map(len, response.iter_raw()))
-    assert received / 24 < 60
+    assert len(client.post("/v1/sessions", json=BODY).content) / 24 < 60
 
 
 def test_small_answers_have_small_headers(server: FakeServer) -> None:
-    """A drafts answer is a status line; nothing tells the server's name or the date."""
-    host, port = server.url.removeprefix("http://").split(":")
-    answers = []
-    with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as stream:
+    """A drafts answer is a status line; nothing tells the server's name or the date. Small writes leave at once."""
+    address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(address) as connection, connection.makefile("rb") as stream:
         connection.sendall(post("/v1/sessions", json.dumps(BODY | {"max_tokens": 4000}).encode()))
-        while not (line := stream.readline()).startswith(b"data: "):
-            answers.append(line)
-        opened = parse_event(line[6:])
-        assert isinstance(opened, SessionOpen)
-        with socket.create_connection((host, int(port))) as second:
-            second.sendall(post(f"/v1/sessions/{opened.session}/drafts", b'{"base":0,"paths":[[1,2,3]]}'))
+        *answers, line = iter(stream.readline, b"\r\n")
+        names = {line.lower().split(b":")[0] for line in answers}
+        while not line.startswith(b"data: "):
+            line = stream.readline()
+        with socket.create_connection(address) as second:
+            drafts = f"/v1/sessions/{json.loads(line[6:])['session']}/drafts"
+            second.sendall(post(drafts, b'{"base":0,"paths":[[1,2,3]]}'))
             first_line = second.makefile("rb").readline()
-    assert not any(line.lower().startswith((b"server:", b"date:")) for line in answers)
-    assert first_line == b"HTTP/1.1 204 No Content\r\n"
+            sockets = [each.transport.get_extra_info("socket") for each in server.server.server_state.connections]
+            assert sockets and all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
+    assert first_line == b"HTTP/1.1 204 No Content\r\n" and not names & {b"server", b"date"}
     server.wait_until(server.is_empty)
-
-
-def test_small_writes_leave_at_once(server: FakeServer, client: httpx.Client) -> None:
-    """TCP_NODELAY is in effect on accepted connections."""
-    client.get("/health/live")
-    (connection, *_) = server.server.server_state.connections
-    assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 def test_metrics_tell_what_happened(client: httpx.Client, server: FakeServer) -> None:
@@ -120,30 +117,29 @@ def test_metrics_tell_what_happened(client: httpx.Client, server: FakeServer) ->
     server.wait_until(server.is_empty)
     after = samples(server.url)
     grown = partial(grown_by, before, after)
-    assert grown("generation_tokens_total") == 24
+    num_passes = len(told.commits)
+    assert grown("generation_tokens_total") == 24 and grown("target_passes_total") == num_passes
     assert grown("request_success_total", finished_reason="length") == 1
     assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 1
-    assert grown("inter_token_latency_seconds_count") == len(told.commits) - 1
+    assert grown("inter_token_latency_seconds_count") == num_passes - 1
     assert grown("http_requests_total", route="/v1/sessions", method="POST", status="200") == 1
-    assert grown("target_passes_total") == len(told.commits)
-    for name in ("kv_cache_free_blocks", "draft_patience_seconds", "decode_step_seconds", "kv_cache_usage_perc"):
-        assert f"outrider_{name}{{}}" in after
+    gauges = "kv_cache_free_blocks", "draft_patience_seconds", "decode_step_seconds", "kv_cache_usage_perc"
+    assert {f"outrider_{name}{{}}" for name in gauges} <= after.keys()
     client.get("/no/such/path")
     shown = client.get("/metrics")
-    assert shown.headers["content-type"].startswith("text/plain")
     modern = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
-    assert modern.text.endswith("# EOF\n") and "_created" not in shown.text + modern.text  # each would be a series
+    assert shown.headers["content-type"].startswith("text/plain") and modern.text.endswith("# EOF\n")
     assert 'route="unmatched"' in shown.text and "/no/such/path" not in shown.text
+    assert "_created" not in shown.text + modern.text  # each would be a series
 
 
 def test_readiness_tells_the_load(client: httpx.Client, server: FakeServer) -> None:
     """What agents choose an endpoint by."""
     server.wait_until(server.is_empty)
-    ready = ReadyAnswer.model_validate_json(client.get("/health/ready").content)
-    assert (ready.status, ready.model, ready.running, ready.queue_depth) == ("ready", "fake", 0, 0)
-    assert ready.free_block_share == 1.0
-    facts = client.get("/v1/model").json()
-    assert facts["tokenizer"] == server.core.model.tokenizer.fingerprint and facts["vocab_size"] == 300
+    ready, facts = client.get("/health/ready").json(), client.get("/v1/model").json()
+    idle = {"status": "ready", "model": "fake", "running": 0, "queue_depth": 0, "free_block_share": 1.0}
+    assert idle.items() <= ready.items()
+    assert {"tokenizer": server.core.model.tokenizer.fingerprint, "vocab_size": 300}.items() <= facts.items()
 
 
 def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServer) -> None:
@@ -180,14 +176,14 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
     assert drafts["requestBody"]["content"][TREE_MEDIA_TYPE]["schema"]["format"] == "binary"
     assert TREE_MEDIA_TYPE in drafts["description"]
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
-    assert references <= set(document["components"]["schemas"])
-    assert {"SessionRequest", "SessionOpen", "Commit", "SessionEnd", "DraftRequest", "VerifyItem"} <= references
-    assert "CompletionRequest" in references and "ErrorAnswer" in references
+    messages = {"SessionRequest", "SessionOpen", "Commit", "SessionEnd", "DraftRequest", "VerifyItem"}
+    assert messages | {"CompletionRequest", "ErrorAnswer"} <= references <= set(document["components"]["schemas"])
     routed = {
         (method.lower(), route.path_format)
-        for route in _routes(server)
-        for method in route.methods or ()
-        if method != "HEAD" and route.path not in ALIASES
+        for group in (completion_routes, download_routes, health_routes, session_routes, verify_routes)
+        for route in group(server.core).routes
+        if isinstance(route, APIRoute) and route.path not in ALIASES
+        for method in (route.methods or set()) - {"HEAD"}
     }
     assert routed <= {(method, path) for path, operations in document["paths"].items() for method in operations}
 
@@ -196,11 +192,10 @@ def test_the_document_knows_which_temperatures_are_refused(client: httpx.Client)
     """Those between greedy and the smallest one, in every request that has a temperature, but for OpenAI's."""
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     properties = [schema.get("properties", {}) for schema in schemas.values()]
-    found = [each["temperature"] for each in properties if "not" in each.get("temperature", {})]
+    found, least = [each["temperature"] for each in properties if "not" in each.get("temperature", {})], 0.0001
     assert len(found) >= 2 and sum("temperature" in each for each in properties) == len(found) + 2
-    least = 0.0001
-    assert {each["not"]["exclusiveMaximum"] for each in found} == {least}
-    assert {(each["not"]["type"], each["not"]["exclusiveMinimum"]) for each in found} == {("number", 0.0)}
+    refused = {"type": "number", "exclusiveMinimum": 0.0, "exclusiveMaximum": least}
+    assert all(each["not"] == refused for each in found)
     assert SamplingParams(temperature=least).temperature == least
     with pytest.raises(SamplingError):
         SamplingParams(temperature=least / 2)
@@ -215,23 +210,11 @@ def test_health_needs_no_key_under_its_usual_names_and_the_document_says_what_ne
         for alias, path in ALIASES.items():
             assert stranger.get(alias).json() == stranger.get(path).json() and stranger.get(alias).status_code == 200
             assert path in document["paths"] and alias not in document["paths"]
-            for name in (alias, path):
-                head = stranger.head(name)
-                assert (head.status_code, head.content) == (200, b"")
+            heads = [stranger.head(name) for name in (alias, path)]
+            assert [(head.status_code, head.content) for head in heads] == [(200, b"")] * 2
         assert stranger.get("/v1/model").status_code == 401
-    (needed,) = document["security"]
-    assert document["components"]["securitySchemes"][next(iter(needed))]["scheme"] == "bearer"
-
-
-def _routes(server: FakeServer) -> list[APIRoute]:
-    from outrider.cloud.api.completions import completion_routes
-    from outrider.cloud.api.downloads import download_routes
-    from outrider.cloud.api.health import health_routes
-    from outrider.cloud.api.sessions import session_routes
-    from outrider.cloud.api.verify import verify_routes
-
-    groups = (completion_routes, download_routes, health_routes, session_routes, verify_routes)
-    return [route for group in groups for route in group(server.core).routes if isinstance(route, APIRoute)]
+    ((needed, _),) = document["security"][0].items()
+    assert document["components"]["securitySchemes"][needed]["scheme"] == "bearer"
 
 
 def test_draining_lets_running_sessions_finish() -> None:
@@ -240,13 +223,12 @@ def test_draining_lets_running_sessions_finish() -> None:
         with open_session(client, BODY) as session:
             server.server.handle_exit(signal.SIGTERM, None)
             server.wait_until(lambda: server.core.is_draining)  # a session that was taken would wait for the gate
-            assert client.post("/v1/sessions", json=BODY).status_code == 503
-            ready = client.get("/health/ready")
-            assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+            refused, ready = client.post("/v1/sessions", json=BODY), client.get("/health/ready")
+            assert (refused.status_code, ready.status_code, ready.json()["status"]) == (503, 503, "draining")
             assert client.post(session.drafts, json={"base": 0, "paths": [target_tokens(PROMPT, 4)]}).status_code == 204
             server.gate.open()
             text = session.rest()
-        assert text.end.reason == "length" and text.tokens == target_tokens(PROMPT, 24)
+        assert (text.end.reason, text.tokens) == ("length", target_tokens(PROMPT, 24))
         server.wait_until(lambda: server.server.should_exit)
         with pytest.raises(httpx.TransportError):
             while True:
@@ -262,8 +244,7 @@ def test_a_second_signal_ends_what_runs() -> None:
     ):
         server.server.handle_exit(signal.SIGINT, None)
         server.wait_until(lambda: server.core.is_draining)  # a session that was taken would wait for the gate
-        assert client.post("/v1/sessions", json=BODY).status_code == 503
-        assert not server.server.should_exit
+        assert client.post("/v1/sessions", json=BODY).status_code == 503 and not server.server.should_exit
         server.server.handle_exit(signal.SIGINT, None)
         server.gate.open()
         assert session.rest().end.reason == "shutdown"
@@ -319,7 +300,7 @@ def test_a_server_ends_while_native_code_loads_its_model(prefix: list[str]) -> N
 @posix_only
 def test_what_was_begun_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that loads in Python, such as vLLM with processes of its own, is left by SystemExit."""
-    was_left: list[bool] = []
+    left = Mock()
 
     @contextmanager
     def load() -> Iterator[Any]:
@@ -327,27 +308,24 @@ def test_what_was_begun_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             os.kill(os.getpid(), signal.SIGTERM)
             yield
         finally:
-            was_left.append(True)
+            left()
 
     target = SimpleNamespace(load=load, model=None, path=tmp_path, source_name="slow")
     monkeypatch.setattr(serve_module, "open_target", lambda options: target)
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=f"^{128 + signal.SIGTERM}$"):
         serve_module.serve(ServeOptions("slow", port=0, share_tokenizer=False))
-    assert ended.value.code == 128 + signal.SIGTERM and was_left
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert left.called and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_in_another_thread_signals_are_left_alone() -> None:
     """A program that serves in a thread of its own keeps its handlers."""
 
     def handlers() -> list[Any]:
-        return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
-
-    def inside() -> list[Any]:
         with ends_on_sigterm(), ends_at_once(), QuietInterrupt():
-            return handlers()
+            return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
 
+    before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(inside).result() == handlers()
+        assert pool.submit(handlers).result() == before

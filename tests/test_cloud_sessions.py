@@ -16,6 +16,7 @@ from tests.raw_client import Raw, post
 from tests.serving import (
     EOS_ID,
     JSON,
+    PROMPT,
     FakeServer,
     OpenSession,
     StepGate,
@@ -35,8 +36,6 @@ from outrider.models.wire.fields import MAX_STOP_IDS
 from outrider.models.wire.protocol import TREES_SINCE, Commit
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
-PROMPT = [5, 17, 99, 3]
-
 
 def body(**changes: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True} | changes
@@ -49,46 +48,43 @@ def test_a_session_streams_the_targets_tokens(client: httpx.Client, params: dict
     """The committed tokens equal those of the target alone, greedy or sampled."""
     result = run_session(client, body(**params))
     assert result.tokens == target_tokens(PROMPT, 24, SamplingParams(**params))
-    assert result.end.reason == "length"
-    assert result.end.usage.completion_tokens == 24 and result.end.usage.prompt_tokens == len(PROMPT)
-    assert result.open.model == "fake"
+    assert (result.open.model, result.end.reason) == ("fake", "length")
+    assert (result.end.usage.prompt_tokens, result.end.usage.completion_tokens) == (len(PROMPT), 24)
 
 
 def test_a_stop_id_ends_the_session(client: httpx.Client) -> None:
     """A session ends after its first stop id, which is committed."""
     expected = target_tokens(PROMPT, 24)
     result = run_session(client, body(stop_ids=[expected[6]], ignore_eos=False))
-    assert result.tokens == expected[: expected.index(expected[6]) + 1]
-    assert result.end.reason == "stop"
-    model, limits = SimpleNamespace(eos_ids=frozenset({0})), SimpleNamespace(vocab_size=5000)
-    core: Any = SimpleNamespace(model=model, engine=SimpleNamespace(limits=limits))
-    most = list(range(1, MAX_STOP_IDS + 1))
+    assert (result.tokens, result.end.reason) == (expected[: expected.index(expected[6]) + 1], "stop")
+    engine, most = SimpleNamespace(limits=SimpleNamespace(vocab_size=5000)), list(range(1, MAX_STOP_IDS + 1))
+    core: Any = SimpleNamespace(model=SimpleNamespace(eos_ids=frozenset({0})), engine=engine)
     assert Core.stop_set(core, most, False) == {0, *most}, "the bound is on the client's own"
 
 
 def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> None:
     """The end token is a stop id unless `ignore_eos` is set."""
-    start = next(seed for seed in range(4000) if EOS_ID in target_tokens([seed % 300, seed // 300 + 1], 6))
-    prompt = [start % 300, start // 300 + 1]
-    stopped = run_session(client, body(prompt=prompt, max_tokens=6, ignore_eos=False))
-    ignored = run_session(client, body(prompt=prompt, max_tokens=6))
-    assert stopped.end.reason == "stop" and stopped.tokens[-1] == EOS_ID
-    assert ignored.end.reason == "length" and ignored.tokens == target_tokens(prompt, 6)
-    # Other stop ids are added to it.
-    other = next(token for token in range(1, 300) if token not in ignored.tokens)
-    both = run_session(client, body(prompt=prompt, max_tokens=6, ignore_eos=False, stop_ids=[other]))
-    assert both.tokens == stopped.tokens and both.open.stop_ids == sorted({EOS_ID, other})
-    alone = run_session(client, body(prompt=prompt, max_tokens=6, stop_ids=[other]))
-    assert alone.tokens == ignored.tokens and alone.open.stop_ids == [other]
-    asked_for = run_session(client, body(prompt=prompt, max_tokens=6, stop_ids=[EOS_ID]))
-    assert asked_for.tokens == stopped.tokens, "what a request names ends it, the model's own end or not"
-    for ignores, count in ((False, stopped.tokens.index(EOS_ID) + 1), (True, 6)):
-        item = {"prefix": prompt, "draft": ignored.tokens[:5], "stop_ids": [other], "ignore_eos": ignores}
+    prompts = ([seed % 300, seed // 300 + 1] for seed in range(4000))
+    prompt = next(each for each in prompts if EOS_ID in target_tokens(each, 6))
+    whole = target_tokens(prompt, 6)
+    other = next(token for token in range(1, 300) if token not in whole)
+    num_until_end = whole.index(EOS_ID) + 1
+    # Other stop ids are added to it; what a request names ends it, the model's own end or not.
+    for ignores, named, reason, count in (
+        (False, [], "stop", num_until_end),
+        (True, [], "length", 6),
+        (False, [other], "stop", num_until_end),
+        (True, [other], "length", 6),
+        (True, [EOS_ID], "stop", num_until_end),
+    ):
+        told = run_session(client, body(prompt=prompt, max_tokens=6, ignore_eos=ignores, stop_ids=named))
+        assert (told.end.reason, told.tokens) == (reason, whole[:count])
+        assert told.open.stop_ids == sorted({*named, *([] if ignores else [EOS_ID])})
+        item = {"prefix": prompt, "draft": whole[:5], "stop_ids": named, "ignore_eos": ignores}
         (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
-        assert result["tokens"] == ignored.tokens[:count]
-        asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "stop_token_ids": [other], "ignore_eos": ignores}
-        choice = client.post("/v1/completions", json=asked).json()["choices"][0]
-        assert choice["finish_reason"] == ("length" if ignores else "stop")
+        assert result["tokens"] == whole[:count]
+        asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "stop_token_ids": named, "ignore_eos": ignores}
+        assert client.post("/v1/completions", json=asked).json()["choices"][0]["finish_reason"] == reason
 
 
 def test_the_context_ends_a_session(client: httpx.Client, server: FakeServer) -> None:
@@ -108,14 +104,11 @@ def test_drafts_change_the_passes_and_never_the_tokens(is_correct: bool) -> None
         open_session(client, body(patience_ms=0)) as session,
     ):
         answer = client.post(session.drafts, json={"base": 0, "paths": [guess]})
-        assert (answer.status_code, answer.content) == (204, b"")
         server.gate.open()
         text = session.rest()
-    assert text.tokens == expected
-    if is_correct:
-        assert text.end.usage.accepted_prediction_tokens > 0 and text.end.usage.target_passes < 24
-    else:
-        assert text.end.usage.accepted_prediction_tokens == 0
+    assert (answer.status_code, answer.content, text.tokens) == (204, b"", expected)
+    assert (text.end.usage.accepted_prediction_tokens > 0) is is_correct
+    assert text.end.usage.target_passes < 24 or not is_correct
 
 
 @pytest.mark.parametrize("media_type", [TREE_MEDIA_TYPE, "Application/VND.outrider.tree; v=2"])
@@ -132,14 +125,11 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
         tree = TreeDraft(0, 7, [(expected[0] + 1) % 300, *expected[:12]], [ROOT, ROOT, *range(8, 19)], [14, *[13] * 12])
         answer = client.post(url, content=tree.encode(), headers=headers)
         assert (answer.status_code, answer.content) == (204, b"")
-        for content, code in (
-            (b"", "invalid_request"),
-            (TreeDraft(1, 0, [5], [ROOT], [0]).encode(), "draft_ahead"),
-            (TreeDraft(0, 0, [300], [ROOT], [0]).encode(), "token_out_of_range"),
-        ):
-            assert code_of(client.post(url, content=content, headers=headers)) == (400, code)
-        assert client.post(url, content=tree.encode(), headers=JSON).json()["error"]["code"] == "malformed_json"
         for content, kind, status, code in (
+            (b"", media_type, 400, "invalid_request"),
+            (TreeDraft(1, 0, [5], [ROOT], [0]).encode(), media_type, 400, "draft_ahead"),
+            (TreeDraft(0, 0, [300], [ROOT], [0]).encode(), media_type, 400, "token_out_of_range"),
+            (tree.encode(), "application/json", 400, "malformed_json"),
             (tree.encode(), "application/octet-stream", 415, "unsupported_media_type"),
             (bytes(MAX_TREE_BYTES + 1), media_type, 413, "body_too_large"),
         ):
@@ -169,17 +159,16 @@ def test_refused_drafts_do_not_change_the_session() -> None:
     """Drafts that are ahead of the commits or outside the vocabulary: each has its error; the text continues."""
     expected = target_tokens(PROMPT, 24)
     with session_of_three_tokens() as (server, client, session, seen):
-        url = session.drafts
-        for draft, status, code in (
-            ({"base": 50, "paths": [[1]]}, 400, "draft_ahead"),
-            ({"base": 3, "paths": [[300]]}, 400, "token_out_of_range"),
-            ({"base": 3, "paths": [[-1]]}, 400, "invalid_parameter"),
-            ({"base": 3, "paths": []}, 400, "invalid_parameter"),
-            ({"base": 3, "paths": [[1] * 65]}, 400, "invalid_parameter"),
-            ({"base": 3, "paths": [[1]], "epoch": 1}, 400, "invalid_parameter"),
+        for draft, code in (
+            (b'{"base":50,"paths":[[1]]}', "draft_ahead"),
+            (b'{"base":3,"paths":[[300]]}', "token_out_of_range"),
+            (b'{"base":3,"paths":[[-1]]}', "invalid_parameter"),
+            (b'{"base":3,"paths":[]}', "invalid_parameter"),
+            (b'{"base":3,"paths":[[%s1]]}' % (b"1," * 64), "invalid_parameter"),
+            (b'{"base":3,"paths":[[1]],"epoch":1}', "invalid_parameter"),
+            (b'{"base":3,', "malformed_json"),
         ):
-            assert code_of(client.post(url, json=draft)) == (status, code), draft
-        assert client.post(url, content=b'{"base":3,', headers=JSON).json()["error"]["code"] == "malformed_json"
+            assert code_of(client.post(session.drafts, content=draft, headers=JSON)) == (400, code), draft
         server.gate.open()
         assert seen + session.rest().tokens == expected
 
@@ -191,11 +180,10 @@ def test_drafts_that_come_too_late_are_answered_as_any_other() -> None:
         wrong = [(expected[0] + 1) % 300, *expected[1:5]]
         num_before = server.core.engine.stats().totals.draft_nodes
         trees = [line_message(0, 0, wrong), TreeDraft(0, 5, expected[5:7], [4, 5], [15, 15])]
-        sent: list[dict[str, Any]] = [{"json": {"base": 0, "paths": [wrong, expected[:2]]}}]
-        sent += [{"content": tree.encode(), "headers": {"content-type": TREE_MEDIA_TYPE}} for tree in trees]
-        for each in sent:
-            answer = client.post(session.drafts, **each)
-            assert (answer.status_code, answer.content) == (204, b"")
+        answers = [client.post(session.drafts, json={"base": 0, "paths": [wrong, expected[:2]]})]
+        tree_type = {"content-type": TREE_MEDIA_TYPE}
+        answers += [client.post(session.drafts, content=tree.encode(), headers=tree_type) for tree in trees]
+        assert [(answer.status_code, answer.content) for answer in answers] == [(204, b"")] * 3
         server.gate.open()
         assert seen + session.rest().tokens == expected
         assert server.core.engine.stats().totals.draft_nodes == num_before
@@ -277,12 +265,11 @@ def test_a_failing_model_ends_its_session_only() -> None:
 
     runtime = FakeBatchRuntime(vocab_size=300, fail_on_token=299)
     with serve_fake(runtime=runtime) as server, httpx.Client(base_url=server.url) as client:
-        failed = run_session(client, body(prompt=[1, 299]))
-        assert failed.end.reason == "error" and failed.end.error is not None
-        assert failed.end.error.code == "model_fault" and failed.end.error.type == "server_error"
+        end = run_session(client, body(prompt=[1, 299])).end
+        assert end.error is not None
+        assert (end.reason, end.error.code, end.error.type) == ("error", "model_fault", "server_error")
         answer = client.post("/v1/completions", json={"prompt": [1, 299]})
-        assert code_of(answer) == (500, "model_fault")
-        assert "position" not in answer.text
+        assert code_of(answer) == (500, "model_fault") and "position" not in answer.text
         assert 299 not in target_tokens(PROMPT, 24)
         assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
         server.wait_until(server.is_empty)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from tests.serving import open_session, run_session, serve_fake, target_tokens
+from tests.serving import BODY, PROMPT, open_session, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import MAX_EVENTS, SpanBudget, TraceLimits, Traces, traces_from_environment
@@ -24,10 +25,8 @@ from outrider.models.process import tracing as models_tracing
 from outrider.models.process.extras import is_installed
 from outrider.models.process.tracing import parse_traceparent
 
-PROMPT = [5, 17, 99, 3]
 SECRET = "zanzibar"
 KEY, OTHER = "alice-has-a-long-key", "bob-has-another-long-key"
-BODY: dict[str, object] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 needs_sdk = pytest.mark.skipif(
@@ -58,20 +57,17 @@ class Recorded:
 async def test_a_trace_goes_from_the_device_to_the_verifier() -> None:
     """The verifier's span is a child of the device's call, in one trace."""
     device, cloud = Recorded(), Recorded()
-
-    tracing.use(device.provider)
-    try:
-        with serve_fake(cloud.settings) as server:
-            async with VerifierClient(server.url) as client:
-                agent = make_agent(Mode.STREAM, Endpoints([client]), NgramDrafter())
-                await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True))
-            server.wait_until(lambda: len(cloud.spans) == 1)
-    finally:
-        tracing.use(None)
+    with serve_fake(cloud.settings) as server, ExitStack() as stack:
+        tracing.use(device.provider)
+        stack.callback(tracing.use, None)
+        async with VerifierClient(server.url) as client:
+            agent = make_agent(Mode.STREAM, Endpoints([client]), NgramDrafter())
+            await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True))
+        server.wait_until(lambda: len(cloud.spans) == 1)
     call = next(span for span in device.spans if span.name == "POST /v1/sessions")
     (span,) = cloud.spans
-    assert span.context.trace_id == call.context.trace_id and span.parent.span_id == call.context.span_id
-    assert span.kind.name == "SERVER" and span.name == "text_completion fake"
+    assert (span.context.trace_id, span.parent.span_id) == (call.context.trace_id, call.context.span_id)
+    assert (span.kind.name, span.name) == ("SERVER", "text_completion fake")
 
 
 @needs_sdk
@@ -87,10 +83,14 @@ def test_a_span_has_the_figures_of_a_request_and_no_word_of_it() -> None:
     }
     with serve_fake(cloud.settings) as server, httpx.Client(base_url=server.url, headers=TRACED) as client:
         told = run_session(client, BODY)
-        assert client.post("/v1/completions", json=completion).status_code == 200
-        client.post("/v1/verify", json={"items": [{"prefix": PROMPT, "draft": [1, 2]}]})
-        assert client.post("/v1/completions", json=completion | {"use_beam_search": True}).status_code == 400
-        assert client.get(f"/v1/models/{SECRET}").status_code == 404 and client.get("/metrics").status_code == 200
+        answers = [
+            client.post("/v1/completions", json=completion),
+            client.post("/v1/verify", json={"items": [{"prefix": PROMPT, "draft": [1, 2]}]}),
+            client.post("/v1/completions", json=completion | {"use_beam_search": True}),
+            client.get(f"/v1/models/{SECRET}"),
+            client.get("/metrics"),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 400, 404, 200]
         server.wait_until(lambda: len(cloud.spans) == 4)
     session, text, verify, refused = cloud.spans
     assert dict(session.attributes) | {"outrider.request_id": "", "gen_ai.response.time_to_first_chunk": 0} == {
@@ -98,12 +98,12 @@ def test_a_span_has_the_figures_of_a_request_and_no_word_of_it() -> None:
         "gen_ai.provider.name": "outrider",
         "gen_ai.request.model": "fake",
         "gen_ai.response.model": "fake",
-        "gen_ai.request.max_tokens": 12,
+        "gen_ai.request.max_tokens": 24,
         "gen_ai.request.temperature": 0.0,
         "gen_ai.request.top_p": 1.0,
         "gen_ai.request.top_k": 0,
         "gen_ai.usage.input_tokens": len(PROMPT),
-        "gen_ai.usage.output_tokens": 12,
+        "gen_ai.usage.output_tokens": 24,
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.response.time_to_first_chunk": 0,
@@ -118,10 +118,13 @@ def test_a_span_has_the_figures_of_a_request_and_no_word_of_it() -> None:
         "http.response.status_code": 200,
     }
     assert [event.attributes["outrider.base"] for event in session.events] == [each.base for each in told.commits]
-    assert text.attributes["gen_ai.request.temperature"] == 0.5 and text.attributes["gen_ai.usage.output_tokens"] == 5
-    assert verify.name == "verify fake" and verify.attributes["gen_ai.response.finish_reasons"] == ("once",)
-    assert refused.attributes["error.type"] == "unsupported_parameter"
-    assert refused.attributes["http.response.status_code"] == 400 and refused.status.is_unset
+    expected: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (text, {"gen_ai.request.temperature": 0.5, "gen_ai.usage.output_tokens": 5}),
+        (verify, {"gen_ai.response.finish_reasons": ("once",)}),
+        (refused, {"error.type": "unsupported_parameter", "http.response.status_code": 400}),
+    )
+    assert all(some.items() <= dict(span.attributes).items() for span, some in expected)
+    assert verify.name == "verify fake" and refused.status.is_unset
     assert {f"{span.context.trace_id:032x}" for span in cloud.spans} == {TRACE_ID}
     written = " ".join(span.to_json() for span in cloud.spans)
     assert SECRET not in written and "verify(" not in written and " 77" not in written
@@ -150,19 +153,18 @@ def test_no_client_makes_the_server_record_everything() -> None:
     once = BODY | {"max_tokens": 1}
     with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
 
-        def ask(key: str, flags: str = "01") -> int:
+        def ask(key: str, flags: str) -> int:
             headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-{flags}", "authorization": f"Bearer {key}"}
             return client.post("/v1/sessions", json=once, headers=headers).status_code
 
-        assert ask("a-key-that-nobody-has") == 401
-        assert [ask(KEY, "00") for _ in range(3)] == [200] * 3
-        assert cloud.spans == ()
-        assert [ask(KEY) for _ in range(10)] == [200] * 10
-        assert len(cloud.spans) == 3
-        assert [ask(OTHER) for _ in range(3)] == [200] * 3
-        assert len(cloud.spans) == 4
-        headers = {"authorization": f"Bearer {KEY}"}
-        text = client.get("/metrics", headers=headers).text
+        for key, flags, count, status, num_spans in (
+            ("a-key-that-nobody-has", "01", 1, 401, 0),
+            (KEY, "00", 3, 200, 0),
+            (KEY, "01", 10, 200, 3),
+            (OTHER, "01", 3, 200, 4),
+        ):
+            assert {ask(key, flags) for _ in range(count)} == {status} and len(cloud.spans) == num_spans
+        text = client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     assert 'outrider_trace_spans_total{outcome="recorded"} 4.0' in text
     assert 'outrider_trace_spans_total{outcome="over_rate"} 9.0' in text
 
@@ -198,11 +200,10 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("header", HOSTILE)
-def test_a_hostile_traceparent_is_no_context(header: bytes) -> None:
+def test_a_hostile_traceparent_is_no_context() -> None:
     """Whatever its size or its bytes."""
-    assert parse_traceparent(header) is None
     assert parse_traceparent(TRACED["traceparent"].encode()) is not None
+    assert not [header for header in HOSTILE if parse_traceparent(header) is not None]
 
 
 @needs_sdk
@@ -210,13 +211,12 @@ def test_hostile_trace_headers_change_nothing() -> None:
     """A wrong or doubled context begins a trace of its own; state and baggage are not looked at."""
     cloud = Recorded()
     beside = [("tracestate", "a=" + SECRET * 300), ("baggage", "b=" + SECRET * 300)]
+    headers: list[Any] = [[*beside, (b"traceparent", header)] for header in HOSTILE]
+    headers.append([("traceparent", TRACED["traceparent"])] * 2)
     with serve_fake(cloud.settings) as server, httpx.Client(base_url=server.url) as client:
-        for header in HOSTILE:
-            sent = [*beside, (b"traceparent", header)]
-            assert client.post("/v1/sessions", json=BODY | {"max_tokens": 1}, headers=sent).status_code == 200  # type: ignore[arg-type]
-        twice = [("traceparent", TRACED["traceparent"])] * 2
-        assert client.post("/v1/sessions", json=BODY | {"max_tokens": 1}, headers=twice).status_code == 200
-        server.wait_until(lambda: len(cloud.spans) == len(HOSTILE) + 1)
+        for sent in headers:
+            assert client.post("/v1/sessions", json=BODY | {"max_tokens": 1}, headers=sent).status_code == 200
+        server.wait_until(lambda: len(cloud.spans) == len(headers))
     assert all(span.parent is None and not span.context.trace_state for span in cloud.spans)
     assert SECRET not in " ".join(span.to_json() for span in cloud.spans)
 
@@ -243,7 +243,7 @@ def test_a_collector_that_never_answers_slows_nothing(monkeypatch: pytest.Monkey
                 run_session(client, BODY)
                 connection, _ = collector.accept()  # the exporter has called, and waits from now on
                 for _ in range(10):
-                    assert run_session(client, BODY).tokens == target_tokens(PROMPT, 12)
+                    assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
             connection.settimeout(30.0)
             assert connection.recv(4) == b"POST"
         connection.close()

@@ -34,68 +34,35 @@ def test_an_item_gets_its_accepted_drafts_and_one_more(
     if num_correct < 5:
         draft[num_correct] = (draft[num_correct] + 1) % 300
     (result,) = verify(client, {"prefix": PREFIX, "draft": draft} | params)
-    assert result.accepted == num_correct
-    assert result.tokens == expected[: num_correct + 1]
+    assert (result.accepted, result.tokens) == (num_correct, expected[: num_correct + 1])
     assert result.finish_reason is None and result.error is None
 
 
-def test_greedy_is_temperature_zero(client: httpx.Client) -> None:
-    """The rule "greedy" overrides the temperature."""
-    (result,) = verify(client, {"prefix": PREFIX, "rule": "greedy"} | SAMPLED)
-    assert result.tokens == target_tokens(PREFIX, 1)
-
-
 def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
-    """Each bad item gets its own error; the good items beside it are answered."""
-    too_long = [1] * 5000
+    """Each bad item gets its own error, that of the literal NaN, which JSON libraries write, too; the good items
+    beside it are answered. The rule "greedy" overrides the temperature.
+    """
     good = {"prefix": PREFIX, "draft": target_tokens(PREFIX, 2)}
-    results = verify(
-        client,
-        good,
-        {"prefix": [300]},
-        {"prefix": PREFIX, "draft": [5, 301]},
-        {"prefix": PREFIX, "temperature": -1},
-        {"prefix": PREFIX, "temperature": 0.00001},
-        {"prefix": PREFIX, "top_p": 0},
-        {"prefix": []},
-        {"prefix": too_long},
-        {"prefix": PREFIX, "prefix_hash": "00" * 16},
-        {"prefix": PREFIX, "stop_ids": [300]},
-        {"prefix": PREFIX, "unknown": 1},
-        "not an item",
-        good,
+    cases: tuple[tuple[Any, str, str | None], ...] = (
+        ({"prefix": [300]}, "token_out_of_range", None),
+        ({"prefix": PREFIX, "draft": [5, 301]}, "token_out_of_range", None),
+        ({"prefix": PREFIX, "temperature": -1}, "invalid_parameter", "items.3.temperature"),
+        ({"prefix": PREFIX, "temperature": 0.00001}, "invalid_parameter", "temperature"),
+        ({"prefix": PREFIX, "temperature": float("nan")}, "invalid_parameter", "items.5.temperature"),
+        ({"prefix": PREFIX, "min_p": float("inf")}, "invalid_parameter", "items.6.min_p"),
+        ({"prefix": PREFIX, "top_p": 0}, "invalid_parameter", "items.7.top_p"),
+        ({"prefix": []}, "empty_prompt", None),
+        ({"prefix": [1] * 5000}, "context_length_exceeded", None),
+        ({"prefix": PREFIX, "prefix_hash": "00" * 16}, "prefix_not_held", None),
+        ({"prefix": PREFIX, "stop_ids": [300]}, "token_out_of_range", "stop_ids"),
+        ({"prefix": PREFIX, "unknown": 1}, "invalid_parameter", "items.12.unknown"),
+        ("not an item", "invalid_parameter", "items.13"),
     )
-    codes = [result.error.code if result.error else None for result in results]
-    assert codes == [
-        None,
-        "token_out_of_range",
-        "token_out_of_range",
-        "invalid_parameter",
-        "invalid_parameter",
-        "invalid_parameter",
-        "empty_prompt",
-        "context_length_exceeded",
-        "prefix_not_held",
-        "token_out_of_range",
-        "invalid_parameter",
-        "invalid_parameter",
-        None,
-    ]
-    assert results[3].error is not None and results[3].error.param == "items.3.temperature"
-    assert results[0].tokens == results[-1].tokens == target_tokens(PREFIX, 3)
-
-
-def test_not_a_number_fails_its_item_only(client: httpx.Client) -> None:
-    """The literal NaN, which JSON libraries write, is an error of its item."""
-    good = json.dumps(PREFIX).encode()
-    body = b'{"items":[{"prefix":[1],"temperature":NaN},{"prefix":[1],"min_p":Infinity},{"prefix":%s}]}' % good
-    results = VerifyAnswer.model_validate_json(client.post("/v1/verify", content=body, headers=JSON).content).results
-    assert [result.error.param if result.error else None for result in results] == [
-        "items.0.temperature",
-        "items.1.min_p",
-        None,
-    ]
-    assert results[2].tokens == target_tokens(PREFIX, 1)
+    items = [good, *(item for item, _, _ in cases), good, {"prefix": PREFIX, "rule": "greedy"} | SAMPLED]
+    answer = client.post("/v1/verify", content=json.dumps({"items": items}), headers=JSON)
+    first, *bad, last, greedy = VerifyAnswer.model_validate_json(answer.content).results
+    assert [each.error and (each.error.code, each.error.param) for each in bad] == [error[1:] for error in cases]
+    assert first.tokens == last.tokens == target_tokens(PREFIX, 3) and greedy.tokens == target_tokens(PREFIX, 1)
 
 
 def test_a_held_prefix_is_continued_by_its_hash(client: httpx.Client) -> None:
@@ -110,9 +77,9 @@ def test_a_held_prefix_is_continued_by_its_hash(client: httpx.Client) -> None:
 def test_a_single_unknown_prefix_is_a_409(client: httpx.Client) -> None:
     """When all items fail with one status, the answer has it too; the error is in both places."""
     answer = client.post("/v1/verify", json={"items": [{"prefix_hash": "00" * 16, "prefix": [1]}]})
-    assert answer.status_code == 409
-    assert answer.json()["error"]["code"] == answer.json()["results"][0]["error"]["code"] == "prefix_not_held"
-    assert "tokens" in answer.json()["error"]["message"]
+    error, result = answer.json()["error"], answer.json()["results"][0]
+    assert answer.status_code == 409 and error["code"] == result["error"]["code"] == "prefix_not_held"
+    assert "tokens" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -135,18 +102,12 @@ def test_a_bad_envelope_fails_the_call(client: httpx.Client, body: bytes, code: 
 
 def test_finish_reasons_are_reported(client: httpx.Client) -> None:
     """stop, length and context, each where it applies; none while the text can continue."""
-    expected = target_tokens(PREFIX, 5)
-    longest = 4096
-    results = verify(
-        client,
-        {"prefix": PREFIX, "draft": expected[:4], "stop_ids": [expected[2]]},
-        {"prefix": PREFIX, "draft": expected[:4], "max_tokens": 2},
-        {"prefix": [7] * (longest - 1)},
-        {"prefix": PREFIX, "draft": expected[:4]},
-    )
+    expected, longest = target_tokens(PREFIX, 5), 4096
+    drafted = {"prefix": PREFIX, "draft": expected[:4]}
+    items = drafted | {"stop_ids": [expected[2]]}, drafted | {"max_tokens": 2}, {"prefix": [7] * (longest - 1)}, drafted
+    results = verify(client, *items)
     assert [result.finish_reason for result in results] == ["stop", "length", "context", None]
-    assert results[0].tokens == expected[: expected.index(expected[2]) + 1]
-    assert results[1].tokens == expected[:2]
+    assert [each.tokens for each in results[:2]] == [expected[: expected.index(expected[2]) + 1], expected[:2]]
 
 
 def test_concurrent_calls_get_their_own_results(client: httpx.Client, server: FakeServer) -> None:
@@ -163,8 +124,7 @@ def test_concurrent_calls_get_their_own_results(client: httpx.Client, server: Fa
 
 def test_another_tokenizer_is_refused(client: httpx.Client, server: FakeServer) -> None:
     """Another tokenizer's fingerprint gives a 409; the server's own is accepted."""
-    items = [{"prefix": [1]}]
-    answer = client.post("/v1/verify", json={"items": items, "tokenizer": "f" * 64})
-    assert code_of(answer) == (409, "tokenizer_mismatch")
+    body = {"items": [{"prefix": [1]}], "tokenizer": "f" * 64}
+    assert code_of(client.post("/v1/verify", json=body)) == (409, "tokenizer_mismatch")
     own = server.core.model.tokenizer.fingerprint
-    assert client.post("/v1/verify", json={"items": items, "tokenizer": own}).status_code == 200
+    assert client.post("/v1/verify", json=body | {"tokenizer": own}).status_code == 200

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -16,7 +18,6 @@ import typer.main
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.metrics_table import BEGIN, DOCUMENT, END, IN_VLLM, Scraped, families, serve_all, table
-from tests.promtool import promtool
 
 from outrider.cloud.api.draft_posts import DRAFTS_PATH
 from outrider.cloud.server.main import app as cloud_app
@@ -50,40 +51,43 @@ def found(scraped: Scraped) -> list[Metric]:
 @pytest.fixture(scope="module")
 def labels(scraped: Scraped, found: list[Metric]) -> dict[str, set[str]]:
     """The labels of each sample's name, as /metrics shows them."""
-    by_name: dict[str, set[str]] = {}
-    for text in scraped.texts():
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                by_name.setdefault(sample.name, set()).update(sample.labels)
-    return by_name
+    by_name = defaultdict[str, set[str]](set)
+    for family in (family for text in scraped.texts() for family in text_string_to_metric_families(text)):
+        for sample in family.samples:
+            by_name[sample.name].update(sample.labels)
+    return dict(by_name)
 
 
-def check_query(query: str, labels: dict[str, set[str]]) -> None:
-    """Every metric exists, and every label is one of its, or of the scrape."""
-    used: set[str] = set()
+def promtool(*arguments: str | Path, stdin: str | None = None) -> None:
+    """Fails the test with promtool's words if it finds anything wrong; skips it where there is no promtool."""
+    if (found := shutil.which("promtool")) is None:
+        pytest.skip("there is no promtool here: apt-get install prometheus")
+    done = subprocess.run([found, *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
+
+
+def check_query(query: str, labels: dict[str, set[str]]) -> set[str]:
+    """Every metric exists, and every label is one of its, or of the scrape. Gives the labels that it groups by."""
     names = NAME.findall(query)
-    assert names
+    assert names and {name for name, _ in names} <= labels.keys()
     for name, matchers in names:
-        assert name in labels, name
-        used |= labels[name]
         assert set(MATCHER.findall(matchers)) <= labels[name] | OF_THE_SCRAPE, (name, matchers)
-    for group in GROUPING.findall(query):
-        assert {label.strip() for label in group.split(",")} <= used | OF_THE_SCRAPE, query
+    grouped = {label.strip() for group in GROUPING.findall(query) for label in group.split(",")}
+    assert grouped <= OF_THE_SCRAPE.union(*(labels[name] for name, _ in names)), query
+    return grouped
 
 
 @pytest.mark.parametrize(("title", "target"), QUERIES, ids=[f"{title} {target['refId']}" for title, target in QUERIES])
 def test_a_panel_asks_for_what_is_there(title: str, target: dict[str, Any], labels: dict[str, set[str]]) -> None:
     """Metrics and labels, also those of its legend."""
-    check_query(target["expr"], labels)
-    grouped = {label.strip() for group in GROUPING.findall(target["expr"]) for label in group.split(",")}
+    grouped = check_query(target["expr"], labels)
     assert set(re.findall(r"\{\{([a-z_]+)\}\}", target["legendFormat"])) <= (grouped or OF_THE_SCRAPE)
 
 
 def test_the_panels_show_every_metric(found: list[Metric]) -> None:
     """A new metric gets a place on the dashboard."""
     asked = " ".join(target["expr"] for _, target in QUERIES)
-    missing = [family.name for family in found if not re.search(rf"\b{family.name}(_total|_bucket|_info|\b)", asked)]
-    assert not missing
+    assert not [family.name for family in found if not re.search(rf"\b{family.name}(_total|_bucket|_info|\b)", asked)]
 
 
 def test_the_dashboard_is_whole() -> None:
@@ -116,11 +120,11 @@ def test_prometheus_can_read_the_panels_queries(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alert", ALERTS, ids=[alert["alert"] for alert in ALERTS])
 def test_an_alert_asks_for_what_is_there(alert: dict[str, Any], labels: dict[str, set[str]]) -> None:
     """Metrics and labels; each has a severity, a summary and advice."""
-    check_query(alert["expr"], labels | {"up": set()}) if "up{" not in alert["expr"] else None
-    for route in re.findall(r'route!?="([^"]*)"', alert["expr"]):
-        assert route == DRAFTS_PATH
-    assert alert["labels"]["severity"] in ("warning", "critical")
-    assert set(alert["annotations"]) == {"summary", "description"} and "for" in alert
+    if "up{" not in alert["expr"]:
+        check_query(alert["expr"], labels)
+    assert set(re.findall(r'route!?="([^"]*)"', alert["expr"])) <= {DRAFTS_PATH}
+    assert alert["labels"]["severity"] in ("warning", "critical") and "for" in alert
+    assert set(alert["annotations"]) == {"summary", "description"}
 
 
 def test_every_alert_fires_in_its_unit_test_and_is_silent_in_another() -> None:
@@ -131,8 +135,8 @@ def test_every_alert_fires_in_its_unit_test_and_is_silent_in_another() -> None:
         for each in test["alert_rule_test"]
     ]
     names = {alert["alert"] for alert in ALERTS}
-    assert {name for name, fires in cases if fires} == names
-    assert {name for name, fires in cases if not fires} >= names - {"OutriderEngineFailed"}
+    firing, silent = ({name for name, fires in cases if fires is which} for which in (True, False))
+    assert firing == names and silent >= names - {"OutriderEngineFailed"}
     promtool("check", "rules", RULES / "alerts.yml")
     promtool("test", "rules", RULES / "alerts_test.yml")
 
@@ -154,7 +158,7 @@ def test_prometheus_finds_nothing_to_say_about_the_names(scraped: Scraped) -> No
 def test_the_document_lists_every_metric(found: list[Metric]) -> None:
     """docs/metrics.md has what `python -m tests.metrics_table` writes."""
     assert DOCUMENT.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0] == table(found)
-    assert {name.removeprefix("outrider_") for name in (family.name for family in found)} >= set(IN_VLLM)
+    assert {family.name.removeprefix("outrider_") for family in found} >= set(IN_VLLM)
 
 
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -164,7 +168,7 @@ OF_OTHERS = {"--unit", "--now", "--follow", "--stop-timeout", "--sessions"}
 
 def test_options_exist() -> None:
     """Each belongs to a command of `outrider-cloud` or `outrider`."""
-    known = {option for app in (cloud_app, edge_app) for option in options_of(typer.main.get_command(app))}
+    known = set[str]().union(*(options_of(typer.main.get_command(app)) for app in (cloud_app, edge_app)))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
     assert named - known - {"--help", "--help-all"} <= OF_OTHERS <= named
 
@@ -178,13 +182,10 @@ def test_metrics_that_documents_name_exist() -> None:
             assert named - {"outrider_reference"} <= table, path.name  # a package
 
 
-def options_of(command: click.Command) -> Iterator[str]:
+def options_of(command: click.Command) -> set[str]:
     """The options of a command and of those below it."""
-    for parameter in command.params:
-        yield from parameter.opts
-    if isinstance(command, click.Group):
-        for each in command.commands.values():
-            yield from options_of(each)
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return {option for parameter in command.params for option in parameter.opts}.union(*map(options_of, below))
 
 
 def test_metrics_and_alerts_exist(scraped: Scraped) -> None:

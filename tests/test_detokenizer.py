@@ -22,21 +22,20 @@ TEXTS = st.text(
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
+def numbered(words: Sequence[str]) -> dict[str, int]:
+    """A vocabulary of words, which have the ids of their places."""
+    return {word: index for index, word in enumerate(words)}
+
+
 def make_byte_fallback() -> tokenizers.Tokenizer:
     """As Llama 2: pieces with a mark for spaces, bytes for whatever is not in the vocabulary."""
     words = ["▁", "▁the", "a", "e", "i", "o", "u", "t", "h", "▁a", "é", "中", "\n", "."]
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    special, pieces = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab, merges = numbered([*special, *pieces, *words]), [("▁", "a")]
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[("▁", "a")],
-            byte_fallback=True,
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_special_tokens(special)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -66,8 +65,7 @@ def make_wordpiece() -> tokenizers.Tokenizer:
     """As BERT: words joined by spaces, and pieces that continue a word."""
     words = ["[UNK]", "the", "a", "b", ".", "'", "é", "日", "😀"]
     pieces = ["##" + piece for piece in "aeiouthbn.é日😀"]
-    vocab = {word: index for index, word in enumerate([*words, *pieces])}
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(numbered([*words, *pieces]), unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
@@ -75,8 +73,8 @@ def make_wordpiece() -> tokenizers.Tokenizer:
 
 def make_undecoded() -> tokenizers.Tokenizer:
     """A tokenizer without a decoder: the library joins tokens by spaces."""
-    vocab = {word: index for index, word in enumerate(["[UNK]", "the", "a", "b", ".", "é", "日", "😀"])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    words = ["[UNK]", "the", "a", "b", ".", "é", "日", "😀"]
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(numbered(words), unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
 
@@ -130,8 +128,7 @@ def test_pieces_of_real_text_are_that_text(loaded: dict[str, Tokenizer], text: s
         ids = tokenizer.encode(text)
         pieces = stream(tokenizer, ids)
         assert "".join(pieces) == tokenizer.decode(ids) == library_text(tokenizer, ids)
-        if REPLACEMENT not in text:
-            assert not any(REPLACEMENT in piece for piece in pieces)
+        assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
 
 
 @given(data=st.data())
@@ -179,22 +176,7 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(loaded: dict[str, Tokenizer], 
 def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) -> None:
     """An emoji outside the vocabulary is bytes; it is shown with the last of them."""
     pieces = stream(tokenizer, tokenizer.encode("😀"))
-    assert "".join(pieces).strip() == "😀"
-    assert [piece for piece in pieces if piece.strip()] == ["😀"]
-
-
-def test_a_leading_space_is_dropped_at_the_start_only(loaded: dict[str, Tokenizer]) -> None:
-    """SentencePiece marks the first word with a space that the text does not have, except after a prompt."""
-    tokenizer = loaded["byte-fallback"]
-    ids = tokenizer.encode("a")
-    assert "".join(stream(tokenizer, ids)) == "a"
-    assert "".join(stream(tokenizer, ids, context=ids)) == " a"
-
-
-def test_text_cut_inside_a_character_ends_in_a_replacement(tokenizer: Tokenizer) -> None:
-    """flush gives the same as decode."""
-    ids = tokenizer.encode("a😀")[:-1]
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert [piece for piece in pieces if piece.strip()] == ["😀"] == ["".join(pieces).strip()]
 
 
 def test_padding_ids_leave_no_text_and_negative_ones_are_refused(tokenizer: Tokenizer) -> None:
@@ -206,16 +188,8 @@ def test_padding_ids_leave_no_text_and_negative_ones_are_refused(tokenizer: Toke
 
 def test_a_broken_byte_run_keeps_its_whole_characters(loaded: dict[str, Tokenizer]) -> None:
     """The library would replace the whole run of bytes; here only the bytes that are not a character are replaced."""
-    tokenizer = loaded["byte-fallback"]
-    ids = [3 + byte for byte in "é".encode() + b"\xff"]
-    assert tokenizer.decode(ids) == "é" + REPLACEMENT
-    assert library_text(tokenizer, ids) == REPLACEMENT * 3
-
-
-def test_unusual_decoders_fall_back_to_the_library(loaded: dict[str, Tokenizer]) -> None:
-    """A decoder with a step that this package does not know is left to the library."""
-    ids = loaded["unusual"].encode("the a 中")
-    assert loaded["unusual"].decode(ids) == library_text(loaded["unusual"], ids) == "the A 中"
+    tokenizer, ids = loaded["byte-fallback"], [3 + byte for byte in "é".encode() + b"\xff"]
+    assert (tokenizer.decode(ids), library_text(tokenizer, ids)) == ("é" + REPLACEMENT, REPLACEMENT * 3)
 
 
 def test_a_long_run_of_broken_bytes_is_not_held_back(loaded: dict[str, Tokenizer]) -> None:

@@ -50,12 +50,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
     The draft's generation_config.json contradicts itself, as published ones do: transformers reads and never writes it.
     """
-    root = tmp_path_factory.mktemp("distill")
-    make_tiny_source("qwen2", root / "draft", vocab_size=320, seed=2, num_hidden_layers=1)
-    odd = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "pad_token_id": -1}
-    (root / "draft" / "generation_config.json").write_text(json.dumps(odd), encoding="utf-8")
-    make_tiny_source("llama", root / "target", vocab_size=384, seed=1)
-    return PairPaths(root / "draft", root / "target")
+    root, odd = tmp_path_factory.mktemp("distill"), {"do_sample": False, "temperature": 0.9, "pad_token_id": -1}
+    draft = make_tiny_source("qwen2", root / "draft", vocab_size=320, seed=2, num_hidden_layers=1)
+    (draft / "generation_config.json").write_text(json.dumps(odd | {"top_p": 0.6}), encoding="utf-8")
+    return PairPaths(draft, make_tiny_source("llama", root / "target", vocab_size=384, seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +79,7 @@ def record_of(result: DistillResult) -> dict[str, Any]:
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
     """The record without the seconds, which differ from run to run."""
-    kept = dict(record)
-    for name in ("pool", "training"):
-        kept[name] = {key: value for key, value in record[name].items() if key != "seconds"}
-    return kept
+    return record | {name: record[name] | {"seconds": 0.0} for name in ("pool", "training")}
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -105,29 +100,26 @@ def test_a_draft_learns_what_its_target_writes(
     The record has hashes of both sources and of the new weights, the parts of the prompts, the best step; never a
     prompt's text. Everything but the weights is the draft's byte for byte, nothing lies about, the exporter takes it.
     """
-    heldout, out = record_of(uninterrupted)["heldout"], uninterrupted.path
-    assert (uninterrupted.status, record_of(uninterrupted)["verdict"]) == ("written", "better") and out is not None
-    assert heldout["change"]["mean"]["rise"] > 3 * heldout["change"]["mean"]["error"] > 0
-    assert all(
-        after < 0.9 * before for before, after in zip(heldout["before"]["kl"], heldout["after"]["kl"], strict=True)
-    )
-    assert [row["temperature"] for row in heldout["after"]["acceptance"]] == [0.0, 0.5, 0.8]
-    record = json.loads((out / "distillation.json").read_text(encoding="utf-8"))
-    assert record == record_of(uninterrupted)
-    assert record["draft"]["weights_sha256"] == read_source(pair.draft).describe().weights_sha256
-    assert record["target"]["weights_sha256"] == read_source(pair.target).describe().weights_sha256
-    assert record["weights"] == {"model.safetensors": hash_file(out / "model.safetensors")}
-    parts = [record["prompts"][name] for name in ("train", "validation", "test", "dropped")]
-    assert sum(parts) == 100 and parts[2] == 10 and parts[3] == 0
+    record, out = record_of(uninterrupted), uninterrupted.path
+    assert (uninterrupted.status, record["verdict"]) == ("written", "better") and out is not None
+    text = (out / "distillation.json").read_text(encoding="utf-8")
+    assert json.loads(text) == record
+    before, after, change = (record["heldout"][name] for name in ("before", "after", "change"))
+    assert change["mean"]["rise"] > 3 * change["mean"]["error"] > 0
+    assert all(now < 0.9 * was for was, now in zip(before["kl"], after["kl"], strict=True))
+    assert [row["temperature"] for row in after["acceptance"]] == [0.0, 0.5, 0.8]
+    for role, source in (("draft", pair.draft), ("target", pair.target)):
+        assert record[role]["weights_sha256"] == read_source(source).describe().weights_sha256
+    *learned, tested, dropped = (record["prompts"][name] for name in ("train", "validation", "test", "dropped"))
+    assert (sum(learned), tested, dropped) == (90, 10, 0)
     steps = {one["step"]: one["match"] for one in record["training"]["validation"]}
-    assert list(steps) == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
     best = record["training"]["best_step"]
-    assert best > 0 and steps[best] == max(steps.values())
-    text = json.dumps(record, ensure_ascii=False)
-    assert not any(line in text for line in prompts.read_text(encoding="utf-8").splitlines())
+    assert list(steps) == [*range(0, 31, 3)] and best > 0 and steps[best] == max(steps.values())
+    shown = json.dumps(record, ensure_ascii=False)
+    assert not any(line in shown for line in prompts.read_text(encoding="utf-8").splitlines())
     ours, theirs = hashes(out), hashes(pair.draft)
-    assert set(ours) == {*theirs, "distillation.json"}
-    assert {name for name in theirs if ours[name] != theirs[name]} == {"model.safetensors"}
+    assert {name for name, _ in ours.items() ^ theirs.items()} == {"model.safetensors", "distillation.json"}
+    assert record["weights"] == {"model.safetensors": ours["model.safetensors"]}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     bundle = export_model(out, tmp_path / "bundle", ExportOptions("draft", "fp32", num_threads=1))
     assert bundle.manifest.source.weights_sha256 == read_source(out).describe().weights_sha256
@@ -137,15 +129,13 @@ def run_until(command: list[str], line: str, number: signal.Signals) -> tuple[in
     """Runs the console script, sends a signal when it says `line`, and returns its status and what else it said."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
-        lines: list[str] = []
         for heard in process.stderr:
-            lines.append(heard)
             if line in heard:
                 process.send_signal(number)
                 break
-        rest = process.stderr.read()
-        assert line in lines[-1], lines
-        return process.wait(), rest
+        else:
+            pytest.fail(f"it ended without {line!r}")
+        return process.wait(), process.stderr.read()
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
@@ -156,17 +146,14 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     command = [sys.executable, "-m", "outrider.export.cli", "distill", str(pair.draft), str(pair.target)]
     command += ["--prompts", str(prompts), "--out", str(out), "--steps", "30", "--tokens", "8000", "--row-length", "48"]
     command += ["--rate", "3e-3", "--target-dtype", "fp32", "--threads", "1", "--no-compile", "--device", "cpu"]
-    assert run_until(command, "rows with", signal.SIGKILL)[0] == -signal.SIGKILL
-    assert run_until(command, "step 12:", signal.SIGKILL)[0] == -signal.SIGKILL
+    for line in ("rows with", "step 12:"):
+        assert run_until(command, line, signal.SIGKILL)[0] == -signal.SIGKILL
     status, rest = run_until(command, "step 18:", signal.SIGTERM)
-    assert status == 128 + signal.SIGTERM
+    assert status == 128 + signal.SIGTERM and not out.exists()
     assert "the same command continues" in rest and "Traceback" not in rest
-    assert not out.exists()
-    heard: list[Event] = []
-    result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, heard.append)
-    assert "resumed at step" in said(heard)
+    result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, (heard := list[Event]()).append)
+    assert "resumed at step" in said(heard) and [path.name for path in tmp_path.iterdir()] == ["out"]
     assert without_times(record_of(result)) == without_times(record_of(uninterrupted))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_another_tokenizer_is_refused_where_that_is_asked_for(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
@@ -193,16 +180,17 @@ def test_a_draft_with_another_tokenizer_learns_the_targets_text(
     out, heard = tmp_path / "out", list[Event]()
     result = distill_draft(stranger, pair.target, prompts, out, replace(OPTIONS, steps=40, rate=6e-3), heard.append)
     record = record_of(result)
-    for words in ("stranger has another tokenizer than target", "--match and --cross-entropy have no"):
-        assert words in said(heard)
+    words = "stranger has another tokenizer than target", "--match and --cross-entropy have no"
+    assert all(each in said(heard) for each in words)
     before, after = record["heldout"]["before"], record["heldout"]["after"]
     assert all(now < 0.9 * was for was, now in zip(before["kl"], after["kl"], strict=True))
     assert (result.status, record["verdict"]) == ("written", "better")
-    assert [record["options"][name] for name in ("kl", "match", "cross_entropy")] == [0.0, 0.0, 1.0]
-    sources = read_source(stranger), read_source(pair.target)
-    assert [record["tokenizer_fingerprint"], record["target_tokenizer_fingerprint"]] == [
-        source.tokenizer.fingerprint for source in sources
-    ]
+    expected = {
+        "tokenizer_fingerprint": read_source(stranger).tokenizer.fingerprint,
+        "target_tokenizer_fingerprint": read_source(pair.target).tokenizer.fingerprint,
+        "options": record["options"] | {"kl": 0.0, "match": 0.0, "cross_entropy": 1.0},
+    }
+    assert expected.items() <= record.items()
     assert hash_file(out / "tokenizer.json") == hash_file(stranger / "tokenizer.json")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -213,16 +201,14 @@ def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, pr
     out.mkdir()
     (out / "distillation.json").write_text("{}")
     options = replace(OPTIONS, steps=3, rate=0.05, overwrite=True)
-    result = distill_draft(pair.target, pair.target, prompts, out, options)
+    result, heard = distill_draft(pair.target, pair.target, prompts, out, options), list[Event]()
     assert (result.status, result.path) == ("not written", None)
     assert "FELL" in result.message and "--force" in result.message
     assert [row["in_chain"] for row in record_of(result)["heldout"]["before"]["acceptance"]] == [1.0, 1.0, 1.0]
     assert hashes(out) == {"distillation.json": hashlib.sha256(b"{}").hexdigest()}
-    heard: list[Event] = []
     forced = distill_draft(pair.target, pair.target, prompts, out, replace(options, force=True), heard.append)
-    assert (forced.status, forced.path) == ("written", out)
-    assert record_of(forced)["verdict"] == "worse" and "FELL" in forced.message
-    assert without_times(record_of(forced)) == without_times(record_of(result))
+    assert (forced.status, forced.path, record_of(forced)["verdict"]) == ("written", out, "worse")
+    assert without_times(record_of(forced)) == without_times(record_of(result)) and "FELL" in forced.message
     assert "step 1:" not in said(heard)  # nothing was trained anew
 
 
@@ -231,17 +217,15 @@ def test_a_changed_option_begins_anew_and_says_which(pair: PairPaths, prompts: P
     options = replace(OPTIONS, steps=2, tokens=1000, work=tmp_path / "work", force=True)
     assert "stays in" in distill_draft(pair.draft, pair.target, prompts, tmp_path / "a", options).message
 
-    def told(out: str, **changes: Any) -> str:
-        heard: list[Event] = []
-        distill_draft(pair.draft, pair.target, prompts, tmp_path / out, replace(options, **changes), heard.append)
-        return said(heard)
-
-    text = told("b", rate=1e-4)
-    assert "continuing the target's text" in text and "rows with" not in text
-    text = told("c", seed=5)
-    assert "the target's text begins again" in text and "seed 0, now 5" in text and "rows with" in text
-    text = told("d", resume=False)
-    assert "beginning again (--no-resume)" in text and "rows with" in text
+    changes: dict[str, dict[str, Any]] = {"b": {"rate": 1e-4}, "c": {"seed": 5}, "d": {"resume": False}}
+    for out, words, is_written_again in (
+        ("b", ["continuing the target's text"], False),
+        ("c", ["the target's text begins again", "seed 0, now 5"], True),
+        ("d", ["beginning again (--no-resume)"], True),
+    ):
+        changed, heard = replace(options, **changes[out]), list[Event]()
+        distill_draft(pair.draft, pair.target, prompts, tmp_path / out, changed, heard.append)
+        assert all(each in said(heard) for each in words) and ("rows with" in said(heard)) is is_written_again
 
 
 def test_an_output_that_may_not_be_replaced_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
@@ -274,16 +258,16 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
     work, out = tmp_path / "work", tmp_path / "out"
     options = replace(OPTIONS, steps=2, tokens=1000, work=work, force=True)
     distill_draft(pair.draft, pair.target, prompts, out, options)
-    before = hashes(out)
+    before, options = hashes(out), replace(options, overwrite=True)
     (folder,) = work.glob("pool-*")
     (folder / "texts.json").unlink()
     (folder / ".texts.json.partial").symlink_to("/dev/full")
     with pytest.raises(
         DiskFull, match=r"the disk is full; the same command goes on from .* the destination is unchanged"
     ):
-        distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
+        distill_draft(pair.draft, pair.target, prompts, out, options)
     assert hashes(out) == before
-    assert distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True)).status == "written"
+    assert distill_draft(pair.draft, pair.target, prompts, out, options).status == "written"
 
 
 def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
@@ -355,10 +339,9 @@ def test_a_run_without_a_draft_says_so_in_json_and_status(
     """One object again, and a status that ends a script."""
     monkeypatch.setattr("outrider.export.distill.distill.distill_draft", lambda *arguments: result)
     run = CliRunner().invoke(cli.app, ["distill", "a", "b", "--prompts", str(prompts), "--json"])
-    assert run.exit_code == exit_code
-    found = json.loads(run.stdout)
+    found, verdict = json.loads(run.stdout), (result.record or {}).get("verdict")
     assert (found["status"], found["path"], found["message"]) == (result.status, None, result.message)
-    assert found.get("verdict") == (result.record or {}).get("verdict")
+    assert (run.exit_code, found.get("verdict")) == (exit_code, verdict)
 
 
 def test_the_command_shows_before_and_after_or_prints_its_record_as_json(
@@ -371,13 +354,11 @@ def test_the_command_shows_before_and_after_or_prints_its_record_as_json(
     arguments = ["distill", str(pair.draft), str(pair.target), "--prompts", str(prompts), "--no-compile", "--force"]
     arguments += ["--steps", "1", "--tokens", "500", "--row-length", "32", "--threads", "1", "--device", "cpu"]
     run = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
-    assert all(f"acceptance, T {temperature}" in run.stdout for temperature in ("0", "0.5", "0.8"))
-    assert "held-out acceptance" in run.stdout and "Written to" in run.stdout
+    words = "acceptance, T 0", "acceptance, T 0.5", "acceptance, T 0.8", "held-out acceptance", "Written to"
+    assert all(each in run.stdout for each in words)
     arguments += ["--temperatures", "0.7,1", "--heldout", "0.2", "--cross-entropy", "0", "--match", "0"]
     run = CliRunner().invoke(cli.app, [*arguments, "--json", "--overwrite"], catch_exceptions=False)
-    assert run.exit_code == 0
     found = json.loads(run.stdout)
-    assert (found["status"], found["path"]) == ("written", str(tmp_path / "distilled"))
-    assert found["prompts"]["test"] == 20
-    assert found["options"]["temperatures"] == [0.7, 1.0] and found["options"]["cross_entropy"] == 0.0
-    assert found["heldout"]["before"]["temperatures"] == [0.7, 1.0]
+    assert (run.exit_code, found["status"], found["path"]) == (0, "written", str(tmp_path / "distilled"))
+    assert (found["prompts"]["test"], found["options"]["cross_entropy"]) == (20, 0.0)
+    assert found["options"]["temperatures"] == found["heldout"]["before"]["temperatures"] == [0.7, 1.0]

@@ -74,13 +74,10 @@ def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8")
         assert read_prompts(tmp_path / name) == texts, name
     held = "a line\u2028separator and \x85"  # JSON may hold them as they are
-    (tmp_path / "held.jsonl").write_text(json.dumps({"text": held}, ensure_ascii=False), encoding="utf-8")
-    assert read_prompts(tmp_path / "held.jsonl") == [held]
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(ExportError, match="is not JSON"):
-        read_prompts(tmp_path / "deep.json")
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
-    assert read_prompts(tmp_path / "chat.jsonl") == [[{"role": "user", "content": "Hi"}]]
+    talk = [{"role": "user", "content": "Hi"}]
+    lines = [json.dumps(line, ensure_ascii=False) for line in ({"text": held}, {"messages": talk})]
+    (tmp_path / "held.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert read_prompts(tmp_path / "held.jsonl") == [held, talk]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +89,7 @@ def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "x"}\nnonsense', "line 2 is not JSON"),
         ("a.txt", "\n\n", "holds no prompts"),
         ("a.txt", b"\xff\xfe\xff", "cannot be read"),
+        ("a.json", b"[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -106,14 +104,16 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
     )
-    make_tiny_tokenizer(tmp_path, chat_template=template)
-    tokenizer = Tokenizer.from_dir(tmp_path)
-    ids = encode_prompts(["Hi", [{"role": "system", "content": "No"}]], tokenizer, is_chat=True)
-    assert [tokenizer.decode(one) for one in ids] == ["<user>Hi<me>", "<system>No<me>"]
-    assert tokenizer.decode(encode_prompts(["Hi"], tokenizer, is_chat=False)[0]) == "Hi"
-    make_tiny_tokenizer(tmp_path / "dated", chat_template="{{ strftime_now('%d %b %Y') }}")
-    dated = Tokenizer.from_dir(tmp_path / "dated")
-    assert dated.decode(encode_prompts(["Hi"], dated, is_chat=True)[0]) == "01 Jan 2026"  # whatever day it is
+    dated = "{{ strftime_now('%d %b %Y') }}"  # whatever day it is
+    for chat_template, is_chat, expected in (
+        (template, True, ["<user>Hi<me>", "<system>No<me>"]),
+        (template, False, ["Hi", "<system>No<me>"]),
+        (dated, True, ["01 Jan 2026"] * 2),
+    ):
+        make_tiny_tokenizer(tmp_path / "with", chat_template=chat_template)
+        tokenizer = Tokenizer.from_dir(tmp_path / "with")
+        ids = encode_prompts(["Hi", [{"role": "system", "content": "No"}]], tokenizer, is_chat=is_chat)
+        assert [tokenizer.decode(one) for one in ids] == expected
     make_tiny_tokenizer(tmp_path / "plain")
     with pytest.raises(TokenizerError, match="no chat template"):
         encode_prompts(["Hi"], Tokenizer.from_dir(tmp_path / "plain"), is_chat=True)
@@ -134,16 +134,15 @@ def test_no_prompt_is_in_two_parts(
     except ExportError as error:
         assert "give more prompts" in str(error)
         return
-    parts = [set(split.train), set(split.validation), set(split.test)]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == sum(map(len, (split.train, split.validation, split.test)))
-    assert all(len(part) >= 4 for part in parts)
-    assert all(0 < len(prompt) <= 4 for part in parts for prompt in part)
-    own = {prompt[-4:] for prompt in prompts}
+    parts = split.train, split.validation, split.test
+    every = [prompt for part in parts for prompt in part]
+    assert len(every) == len(set(every)) and all(len(part) >= 4 for part in parts)
+    assert all(0 < len(prompt) <= 4 for prompt in every)
     if isinstance(heldout, float):
-        assert set.union(*parts) == own - {()}
+        assert set(every) == {prompt[-4:] for prompt in prompts} - {()}
     else:
         ends = {prompt[-4:] for prompt in heldout}
-        assert set(split.test) <= ends and not (parts[0] | parts[1]) & ends
+        assert set(split.test) <= ends and not {*split.train, *split.validation} & ends
     assert split_prompts(prompts[::-1], heldout, seed=seed, max_tokens=4).train == split.train
 
 
@@ -152,8 +151,8 @@ def test_an_endless_shuffle_is_the_same_wherever_one_begins(count: int, first: i
     """Any piece equals that piece of the whole, and every round has everything once."""
     whole = pool.shuffled(count, seed, 0, first + size)
     assert np.array_equal(pool.shuffled(count, seed, first, size), whole[first:])
-    for start in range(0, len(whole) - count + 1, count):
-        assert sorted(whole[start : start + count]) == list(range(count))
+    rounds = [whole[start : start + count] for start in range(0, len(whole) - count + 1, count)]
+    assert all(sorted(each) == list(range(count)) for each in rounds)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,8 +167,7 @@ def test_padding_changes_nothing_that_is_recorded(family: str, tiny_source: Call
     assert rows is not None
     assert rows.starts.tolist() == [3, 34, 17] and rows.ends.tolist() == [13, 44, 27]
     assert int(rows.top_ids.max()) < size <= 320
-    for row, prompt in enumerate(prompts):
-        end = int(rows.ends[row])
+    for row, (prompt, end) in enumerate(zip(prompts, rows.ends.tolist(), strict=True)):
         ids = rows.ids[row, :end].long()
         assert ids[: len(prompt)].tolist() == prompt
         with torch.inference_mode():
@@ -192,18 +190,16 @@ def test_a_row_ends_with_its_stop_token(model: Any) -> None:
     stop_id = int(free.ids[0, 9])
     stopped = sample(model, stop_ids=[stop_id])
     end = int(stopped.ends[0])
-    assert 5 <= end <= 10 and int(stopped.ids[0, end - 1]) == stop_id
-    assert stop_id not in stopped.ids[0, 4 : end - 1]
-    assert torch.equal(stopped.ids[0, :end], free.ids[0, :end])
+    ids = stopped.ids[0, :end].tolist()
+    assert 5 <= end <= 10 and ids.index(stop_id, 4) == end - 1 and ids == free.ids[0, :end].tolist()
 
 
 def test_only_known_positions_are_trained_on(model: Any) -> None:
     """Position t counts if the target's distribution for t + 1 is known; a prompt's first ones only if it is short."""
-    rows = sample(model, top_k=8)
-    rows = replace(rows, ends=torch.tensor([19, 12], dtype=torch.int32))
+    rows = replace(sample(model, top_k=8), ends=torch.tensor([19, 12], dtype=torch.int32))
     masks = losses.Masks.of(rows, skip=6)
-    assert [row.nonzero().flatten().tolist() for row in masks.known] == [list(range(3, 18)), list(range(6, 11))]
-    assert [row.nonzero().flatten().tolist() for row in masks.written] == [list(range(3, 18)), list(range(8, 11))]
+    known, written = ([row.nonzero().flatten().tolist() for row in mask] for mask in (masks.known, masks.written))
+    assert known == [[*range(3, 18)], [*range(6, 11)]] and written == [[*range(3, 18)], [*range(8, 11)]]
 
 
 def test_a_model_agrees_with_itself(model: Any) -> None:
@@ -220,8 +216,7 @@ def test_a_model_agrees_with_itself(model: Any) -> None:
             300,
         )
     known = losses.Masks.of(rows, 0).known
-    assert float(kl[known].abs().max()) < 5e-3  # the logits are kept in fp16
-    assert float(match[known].min()) > 0.99
+    assert float(kl[known].abs().max()) < 5e-3 and float(match[known].min()) > 0.99  # the logits are kept in fp16
 
 
 PROSE = "The target writes a token, and the draft reads it as its own. naïve 東京 and a tab "
@@ -255,9 +250,8 @@ def row_of(tokenizer: Tokenizer, prompt: str, text: str, *, ends: bool) -> rollo
 def test_a_row_is_read_as_the_tokens_of_another_tokenizer(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     """The same text, its end and all; what is trained on begins where the target's text does, and knows one token."""
     target, draft = tokenizers
-    mapping = VocabularyMap(target, draft)
     row = row_of(target, "The target", " writes naïve 東京", ends=True)
-    read = read_as_draft(row, mapping.text, 64)
+    read = read_as_draft(row, VocabularyMap(target, draft).text, 64)
     start, end = int(read.starts[0]), int(read.ends[0])
     ids = read.ids[0, :end].tolist()
     assert ids == [*draft.encode("The target writes naïve 東京"), draft.eos_token_ids[0]]
@@ -272,32 +266,26 @@ def test_a_row_that_ends_inside_a_word_does_not_teach_its_beginning(tokenizers: 
     """More of the word would be another token. Rows are cut to their length, prompts too."""
     mapping = VocabularyMap(*tokenizers)
     row = row_of(tokenizers[0], "The target", " writes a tok", ends=False)
-    whole = read_as_draft(row, mapping.text, 64)
-    cut = read_as_draft(row, mapping.text, 3)
-    end = int(whole.ends[0])
-    assert whole.ids[0, :3].tolist() == cut.ids[0].tolist() and int(cut.ends[0]) == min(3, end)
-    alone = read_as_draft(row, mapping.text, 1)
+    whole, cut, alone = (read_as_draft(row, mapping.text, length) for length in (64, 3, 1))
+    assert whole.ids[0, :3].tolist() == cut.ids[0].tolist() and int(cut.ends[0]) == min(3, int(whole.ends[0]))
     assert int(alone.starts[0]) == int(alone.ends[0]) == 1 and not losses.Masks.of(alone, 512).known.any()
 
 
 def test_reading_a_pool_goes_on_where_it_was_stopped(tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path) -> None:
     """Part by part; the parts that are there are not made again."""
-    target, draft = tokenizers
-    mapping = VocabularyMap(target, draft)
-    rows = [row_of(target, "The target", " writes a token", ends=ends) for ends in (True, True, True)]
-    source = stored_pool(tmp_path / "pool", rows)
-    answers = iter((False, True))
+    text, place, answers = VocabularyMap(*tokenizers).text, tmp_path / "read", iter((False, True))
+    source = stored_pool(tmp_path / "pool", [row_of(tokenizers[0], "The target", " writes a token", ends=True)] * 3)
 
     def read(part: rollout.Rollout) -> rollout.Rollout:
-        return read_as_draft(part, mapping.text, 16)
+        return read_as_draft(part, text, 16)
 
-    assert not pool.rewrite_pool(source, read, tmp_path / "read", stop=lambda: next(answers))
-    first = (tmp_path / "read" / "part-00000.pt").stat().st_mtime_ns
-    assert [path.name for path in (tmp_path / "read").glob("part-*")] == ["part-00000.pt"]
-    assert pool.rewrite_pool(source, read, tmp_path / "read")
-    found = Pool(tmp_path / "read")
+    assert not pool.rewrite_pool(source, read, place, stop=lambda: next(answers))
+    (first,) = place.glob("part-*")
+    made_ns = first.stat().st_mtime_ns
+    assert pool.rewrite_pool(source, read, place)
+    found = Pool(place)
     assert (len(found), found.row_length, len(found.parts)) == (3, 16, 3)
-    assert (tmp_path / "read" / "part-00000.pt").stat().st_mtime_ns == first
+    assert first.name == "part-00000.pt" and first.stat().st_mtime_ns == made_ns
 
 
 def test_a_model_in_memory_reads_as_a_sequence(model: Any) -> None:

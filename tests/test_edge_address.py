@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
@@ -11,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from pydantic import ValidationError
-from tests.agents import generate, truth, whole
+from tests.agents import Clock, generate, proxy_to, truth, whole
 from tests.certificates import make_own, make_signed, needs_openssl, openssl
 from tests.commands import KEY
-from tests.faulty_proxy import FaultyProxy
 from tests.serving import StepGate, serve_fake
 
 from outrider.edge.cli.command_options import PullOptions
@@ -43,20 +42,14 @@ from outrider.models.wire.protocol import SessionOpen, SessionRequest
 
 def test_an_address_in_capitals_is_the_same_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets its own key and no general one, the system's trust and the device's certificate."""
-    own = Endpoint(url="HTTPS://A.example", allow_http=True)
-    assert own.url == "https://a.example"
+    own, certificate = Endpoint(url="HTTPS://A.example", allow_http=True), ClientCertificate(Path("certificate"))
     keys = Keys(KEY, endpoints=(own, Endpoint(url="https://b")))
+    assert own.url == "https://a.example"
     assert keys.for_url("https://A.Example:443/v1", ["HTTPS://A.EXAMPLE", "https://b"]) is None
-    shown: list[ClientCertificate | None] = []
-    certificate = ClientCertificate(Path("certificate"))
-
-    def tls(certificate: ClientCertificate | None) -> ssl.SSLContext:
-        shown.append(certificate)
-        return ssl.create_default_context()
-
+    tls = Mock(return_value=ssl.create_default_context())
     monkeypatch.setattr("outrider.models.client.http_endpoint.system_tls", tls)
     VerifierClient("HTTPS://A.example", ClientOptions(certificate=certificate))
-    assert shown == [certificate]
+    tls.assert_called_once_with(certificate)
 
 
 WRONG = (
@@ -84,7 +77,7 @@ def test_a_password_is_not_shown_where_its_address_is_wrong(take: Callable[[str]
     assert "cret" not in str(found.value) and "***@a" in str(found.value)
 
 
-def test_a_password_in_an_address_is_sent_and_kept_apart_from_it() -> None:
+async def test_a_password_in_an_address_is_sent_and_kept_apart_from_it() -> None:
     """So no message, log or record has it; beside a key it would replace that, so both together are refused."""
     with pytest.raises(
         ConfigError, match=r"the address https://\*\*\*@a has a user name and password, and there is a key"
@@ -92,23 +85,12 @@ def test_a_password_in_an_address_is_sent_and_kept_apart_from_it() -> None:
         clouds_of(["https://me:s%40cret@a"], Keys(KEY, is_asked=True))
     ((url, options),) = clouds_of(["https://me:s%40cret@a/v1"], Keys())
     assert (url, options.login) == ("https://a", "me:s@cret") and "cret" not in repr(options)
-    sent: list[str | None] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        sent.append(request.headers.get("authorization"))
-        return httpx.Response(401)
-
-    async def ask(client: VerifierClient) -> None:
-        async with client:
-            with pytest.raises(
-                RequestError, match="https://a does not accept the user name and password of its address"
-            ):
+    answer = Mock(side_effect=lambda _: httpx.Response(401))
+    for address, given in ((url, options), ("https://me:s%40cret@a", None)):
+        async with VerifierClient(address, given, httpx.MockTransport(answer)) as client:
+            with pytest.raises(RequestError, match="https://a does not accept the user name and password of its addr"):
                 await client.ready()
-
-    transport = httpx.MockTransport(answer)
-    asyncio.run(ask(VerifierClient(url, options, transport)))
-    asyncio.run(ask(VerifierClient("https://me:s%40cret@a", None, transport)))
-    assert sent == ["Basic bWU6c0BjcmV0"] * 2
+        assert answer.call_args.args[0].headers["authorization"] == "Basic bWU6c0BjcmV0"
     record = PulledFor.model_validate({"model": "m", "server": "https://me:s@a", "name": "n", "at_s": 1})
     assert record.server == "https://a"  # of an older version
 
@@ -123,9 +105,8 @@ def test_a_password_in_an_address_is_sent_and_kept_apart_from_it() -> None:
 )
 def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch, proxy: str, words: str) -> None:
     """Of advice; a verifier on this machine is asked without it."""
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
+    for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("ALL_PROXY", proxy)
     monkeypatch.setitem(sys.modules, "socksio", None)
     with pytest.raises(ConfigError, match=words) as found:
@@ -173,20 +154,16 @@ AGENT = {"error": {"code": "not_found", "message": f"there is no /v1/sessions; {
         (answered(404, "a page"), r"there is no verifier at https://a: HTTP 404 .*; give the address of"),
     ],
 )
-def test_what_only_its_user_can_mend_ends_at_once(transport: httpx.MockTransport, words: str) -> None:
+async def test_what_only_its_user_can_mend_ends_at_once(transport: httpx.MockTransport, words: str) -> None:
     """With one piece of advice and without another attempt; the next cloud is asked."""
     client = VerifierClient("https://a", transport=transport)
     works = VerifierClient("https://b", transport=answered(200, {"status": "ready", "model": "m"}))
-
-    async def no_pause(_: float) -> None:
-        pytest.fail("it waits for another attempt")
-
-    said: list[str] = []
+    clock, said = Clock(), list[str]()
     with pytest.raises(EndpointWrong, match=words):
-        asyncio.run(Endpoints([client], None, no_pause, on_trouble=said.append).call(lambda each: each.ready()))
-    assert not said
+        await Endpoints([client], None, clock.sleep, on_trouble=said.append).call(lambda each: each.ready())
+    assert not said and not clock.pauses
     both = Endpoints([client, works], on_trouble=said.append)
-    assert asyncio.run(both.call(lambda each: each.ready())).model == "m"
+    assert (await both.call(lambda each: each.ready())).model == "m"
     assert len(said) == 1 and said[0].endswith("Trying https://b.")
 
 
@@ -216,13 +193,11 @@ async def test_clients_show_a_certificate_whose_subject_is_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one, or with another authority's, there is no connection; sessions belong to the subject."""
-    certificate, key = make_own(tmp_path, "server")
-    authority, other = make_own(tmp_path, "ca"), make_own(tmp_path, "other-ca")
+    (certificate, key), authority, other = (make_own(tmp_path, name) for name in ("server", "ca", "other-ca"))
     phone, tablet = (make_signed(tmp_path, name, authority) for name in ("phone", "tablet"))
     stranger = make_signed(tmp_path, "stranger", other)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    gate = StepGate()
-    with serve_fake(tls=TlsFiles(certificate, key, authority[0]), gate=gate) as server:
+    with serve_fake(tls=TlsFiles(certificate, key, authority[0]), gate=StepGate()) as server:
         assert await status(server.url, phone) == "ready"
         for unknown in (None, stranger):
             with pytest.raises(EndpointLost, match="--tls-client-cert"):
@@ -262,12 +237,10 @@ CA, OTHER_CA = ((("commonName", name),) for name in ("ca", "other"))
 )
 def test_every_subject_of_every_authority_is_an_owner_of_its_own(certificate: dict[str, Any], shown: str) -> None:
     """However the names are chosen; the text in the log is that of RFC 4514. A new certificate keeps the owner."""
-    name = ClientName.of(certificate)
-    assert name is not None and name.shown == shown
-    assert ClientName.of({**certificate, "notAfter": "later"}) == name
     phone = {"subject": (ACME, (("commonName", "phone"),)), "issuer": (CA,)}
-    first = ClientName.of(phone)
-    assert first is not None and (first.owner == name.owner) == (certificate == phone)
+    first, name, later = map(ClientName.of, (phone, certificate, {**certificate, "notAfter": "later"}))
+    assert first is not None and name is not None and (name.shown, later) == (shown, name)
+    assert (first.owner == name.owner) == (certificate == phone)
     assert ClientName.of({"issuer": (CA,)}) is None
 
 
@@ -288,18 +261,15 @@ async def test_new_certificates_are_served_without_a_restart(tmp_path: Path, mon
         monkeypatch.setenv("SSL_CERT_FILE", str(new[0]))
         with pytest.raises(EndpointLost):
             await status(server.url)
-        served[0].write_bytes(new[0].read_bytes())  # its key is not there yet
-        files.check(counts, is_forced=True)
-        files.check(counts)  # they keep still
-        assert counts == {("certificates", "failed"): 1}
-        monkeypatch.setenv("SSL_CERT_FILE", str(old[0]))
-        assert await status(server.url) == "ready"
-        put(*new)
-        files.check(counts, is_forced=True)
-        files.check(counts)  # they keep still
-        monkeypatch.setenv("SSL_CERT_FILE", str(new[0]))
-        assert await status(server.url) == "ready"
-        assert counts["certificates", "ok"] == 1
+        # At first its key is not there yet.
+        for key, trusted, expected in ((old[1], old[0], "failed"), (new[1], new[0], "ok")):
+            put(new[0], key)
+            files.check(counts, is_forced=True)
+            files.check(counts)  # they keep still
+            assert counts["certificates", expected] == 1
+            monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+            assert await status(server.url) == "ready"
+        assert counts.total() == 2
     assert TlsFiles(*served, authority[0]).paths == (*served, authority[0])
     with pytest.raises(ConfigError, match="certificates of authorities"):
         TlsFiles(*served, served[1])
@@ -313,17 +283,15 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     openssl("ec", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked)
     locked.chmod(0o600)
     both = key.with_name("both.pem")
-    both.write_bytes(certificate.read_bytes() + locked.read_bytes())
-    both.chmod(0o600)
-    with pytest.raises(ConfigError, match="without a password"):
-        PullOptions(tls_client_cert=both).keys()
+    readable = [(key, 0o644, "chmod 600")] if os.name == "posix" else []
+    for own, mode, words in ((locked, 0o600, "without a password"), *readable):
+        both.write_bytes(certificate.read_bytes() + own.read_bytes())
+        both.chmod(mode)
+        with pytest.raises(ConfigError, match=words):
+            PullOptions(tls_client_cert=both).keys()
     with pytest.raises(ConfigError, match="without a password"):
         TlsFiles(certificate, locked)
     both.write_bytes(certificate.read_bytes() + key.read_bytes())
-    if os.name == "posix":
-        both.chmod(0o644)
-        with pytest.raises(ConfigError, match="chmod 600"):
-            PullOptions(tls_client_cert=both).keys()
     both.chmod(0o600)
     (cloud,) = clouds_of(["https://cloud.example"], PullOptions(tls_client_cert=both).keys())
     assert cloud[1].certificate == ClientCertificate(both)
@@ -344,21 +312,17 @@ def test_plain_http_needs_no_roots(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_connection_cut_before_an_answer_may_be_a_refused_certificate(error: httpx.TransportError) -> None:
     """The server's alert is lost where its reset arrives first; within an answer the certificate was accepted."""
-    assert "--tls-client-cert" in str(lost("https://verifier", error))
-    assert "--tls-client-cert" not in str(lost("https://verifier", error, is_answering=True))
-    assert "--tls-client-cert" not in str(lost("http://verifier", error))
+    urls, answering = ("https://verifier", "http://verifier"), lost("https://verifier", error, is_answering=True)
+    words = [str(each) for each in (*(lost(url, error) for url in urls), answering)]
+    assert ["--tls-client-cert" in each for each in words] == [True, False, False]
 
 
 @needs_openssl
 async def test_a_bit_that_flips_inside_tls_costs_a_connection(tmp_path: Path) -> None:
     """The record is refused in the middle of an answer, and the text goes on over a new connection."""
-    gate, troubles, request = StepGate(), list[str](), whole((5, 17, 99, 3))
-    certificate, key = make_own(tmp_path, "server")
-    trusting = ClientOptions(tls=ssl.create_default_context(cafile=str(certificate)))
-    with (
-        serve_fake(gate=gate, tls=TlsFiles(certificate, key)) as server,
-        FaultyProxy("127.0.0.1", int(server.url.rsplit(":", 1)[1])) as proxy,
-    ):
+    gate, troubles, request, files = StepGate(), list[str](), whole((5, 17, 99, 3)), make_own(tmp_path, "server")
+    trusting = ClientOptions(tls=ssl.create_default_context(cafile=str(files[0])))
+    with serve_fake(gate=gate, tls=TlsFiles(*files)) as server, proxy_to(server.url) as proxy:
         once = iter([lambda: proxy.flip(1)])
 
         def flip(batch: TokenBatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -120,15 +122,13 @@ async def test_a_cloud_that_has_served_other_texts_is_no_wrong_address() -> None
 
 async def test_an_outage_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --offline-ok: while verifiers are asked again, texts are the draft's; from their answer on the target's."""
-    answers, clock, num_asked, is_there = asyncio.Event(), Clock(), 0, False
+    answers, clock, answer = asyncio.Event(), Clock(), Mock(side_effect=httpx.ConnectTimeout("no answer"))
+    asked = list[httpx.Request]()
 
-    async def cloud(request: httpx.Request) -> httpx.Response:
-        nonlocal num_asked
-        num_asked += 1
+    async def cloud(request: httpx.Request) -> Any:
+        asked.append(request)
         await answers.wait()
-        if not is_there:
-            raise httpx.ConnectTimeout("no answer")
-        return httpx.Response(200, content=FACTS.model_dump_json())
+        return answer()
 
     core = local_core(URL, fingerprint=FACTS.tokenizer, offline=OfflineSettings("a-draft"))
     client = VerifierClient(URL, transport=httpx.MockTransport(cloud))
@@ -137,20 +137,18 @@ async def test_an_outage_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert await core.facts_or_draft() is core.draft_facts
     answers.clear()
     monkeypatch.setattr(upstream_module, "MOMENT_S", 0.0)
-    num_before, clock.now = num_asked, clock.now + FACTS_S - 1.0
-    for _ in range(3):
-        assert await core.facts_or_draft() is core.draft_facts
-    is_there = True
+    num_before, clock.now = len(asked), clock.now + FACTS_S - 1.0
+    assert [await core.facts_or_draft() for _ in range(3)] == [core.draft_facts] * 3
+    answer.side_effect = lambda: httpx.Response(200, content=FACTS.model_dump_json())
     answers.set()
-    assert await upstream.facts() == await core.facts_or_draft() == FACTS
-    assert num_asked == num_before + 1
+    assert await upstream.facts() == await core.facts_or_draft() == FACTS and len(asked) == num_before + 1
     answers.clear()
     upstream.lost(clock.now - 1.0)  # a text that began before this answer
     assert await core.facts_or_draft() == FACTS
     upstream.lost(clock.now + 1.0)
     clock.now += FACTS_S
     waiting = asyncio.create_task(core.facts_or_draft())
-    while num_asked < num_before + 2:
+    while len(asked) < num_before + 2:
         await asyncio.sleep(0)
     assert not waiting.done()
     answers.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -66,11 +67,12 @@ def server(place: Path) -> Iterator[FakeServer]:
 
 def test_pull_then_run(server: FakeServer, cache: Path, outrider: Outrider) -> None:
     """The draft is pulled with the target's tokenizer, drafts, and the text is that of cloud-only; or it is refused."""
-    assert (
-        "it has another tokenizer than the target, and --same-tokenizer is given"
-        in outrider("pull", "--server", server.url, "--same-tokenizer", code=2).err
+    refused, pulled = (
+        outrider("pull", "--server", server.url, "--same-tokenizer", code=2),
+        outrider("pull", "--server", server.url),
     )
-    assert "50 % of its tokens are accepted, another tokenizer" in outrider("pull", "--server", server.url).err
+    assert "it has another tokenizer than the target, and --same-tokenizer is given" in refused.err
+    assert "50 % of its tokens are accepted, another tokenizer" in pulled.err
     (kept,) = (cache / "tokenizers").iterdir()
     assert kept.name.startswith(fake_tokenizer().fingerprint[:16]) and (kept / "tokenizer.json").is_file()
     asked = ["run", "def verify(x):", "--cloud", server.url, "--max-tokens", "24", "--seed", "3", "--json"]
@@ -86,28 +88,33 @@ def test_pull_then_run(server: FakeServer, cache: Path, outrider: Outrider) -> N
 
 
 def test_a_mapped_draft_holds_texts_of_any_length(place: Path) -> None:
-    """Its own positions bound its own texts only: nothing says that a longer one is not drafted."""
-    bundle = open_draft_bundle(place / "cpu")
-    own, mapped = open_draft_model(bundle), open_draft_model(bundle, target=fake_tokenizer())
+    """Its own positions bound its own texts only: nothing says that a longer one is not drafted. One of the target's
+    own tokenizer is not mapped.
+    """
+    target, bundle = fake_tokenizer(), open_draft_bundle(place / "cpu")
+    own, mapped, same = (open_draft_model(bundle, target=each) for each in (None, target, bundle.tokenizer()))
     assert own.placement.max_positions == 4096 and mapped.placement.max_positions is None
     assert len(draft_lines(own.placement, 5000, 8)) == 2 and len(draft_lines(mapped.placement, 5000, 8)) == 1
+    assert isinstance(mapped.runtime, MappedSequence) and mapped.num_ids == target.size
+    assert not isinstance(same.runtime, MappedSequence)
+    mapped.runtime.close()
 
 
 def test_a_server_that_shares_no_tokenizer(place: Path, tmp_path: Path, outrider: Outrider) -> None:
     """The error says so, and how to name a directory; another tokenizer there is refused."""
+    own, other = fake_tokenizer().directory, tokenizer_of("target").directory
     with serve_fake(shares_tokenizer=False) as silent:
         asked = ["run", "def f(", "--cloud", silent.url, "--draft", str(place / "cpu"), "--max-tokens", "8"]
-        message = outrider(*asked, code=2).err
-        assert "does not share its target's tokenizer" in message and "Give its directory with --tokenizer" in message
-        assert (
-            "name the directory that the target was exported from"
-            in outrider(*asked, "--tokenizer", str(tokenizer_of("target").directory), code=2).err
-        )
-        assert "its tokens are mapped" in outrider(*asked, "--tokenizer", str(fake_tokenizer().directory)).err
-        assert (
-            "--same-tokenizer maps no draft, so --tokenizer would have no effect"
-            in outrider(*asked, "--tokenizer", str(tmp_path), "--same-tokenizer", code=2).err
-        )
+        for words, code, told in (
+            ([], 2, r"does not share its target's tokenizer.*Give its directory with --tokenizer"),
+            (["--tokenizer", other], 2, "name the directory that the target was exported from"),
+            (["--tokenizer", own], 0, "its tokens are mapped"),
+            (
+                ["--tokenizer", tmp_path, "--same-tokenizer"],
+                *(2, "--same-tokenizer maps no draft, so --tokenizer would have no effect"),
+            ),
+        ):
+            assert re.search(told, outrider(*asked, *words, code=code).err)
 
 
 def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +155,13 @@ def test_a_tokenizer_is_fetched_once(cache: Path) -> None:
     with serve_fake() as server:
         assert run(fetched(server.url)).fingerprint == own
         (kept,) = (cache / "tokenizers").iterdir()
-        written = (kept / "tokenizer.json").stat().st_mtime_ns
-        assert run(fetched(server.url)).directory == kept and (kept / "tokenizer.json").stat().st_mtime_ns == written
-        (kept / "tokenizer.json").write_text("{")
-        assert last_tokenizer(own) is None
-        assert run(fetched(server.url)).fingerprint == own
+        file = kept / "tokenizer.json"
+        written = file.stat().st_mtime_ns
+        assert run(fetched(server.url)).directory == kept and file.stat().st_mtime_ns == written
+        file.write_text("{")
+        assert last_tokenizer(own) is None and run(fetched(server.url)).fingerprint == own
     found = last_tokenizer(own)
-    assert found is not None and found.directory == kept and list((cache / "tokenizers").iterdir()) == [kept]
+    assert found is not None and [found.directory] == [kept] == list((cache / "tokenizers").iterdir())
 
 
 def test_what_one_server_shares_does_not_serve_for_another(cache: Path) -> None:
@@ -200,20 +207,14 @@ def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: 
         await asyncio.Event().wait()
         raise AssertionError
 
-    with pytest.raises(BundleError, match=r"has the tokenizer .*, not 000000000000"):
-        run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
-    monkeypatch.setattr(tokenizers, "TIMEOUT_S", 0.01)
-    monkeypatch.setattr(DraftClient, "tokenizer_files", never)
-    with pytest.raises(BundleError, match=r"did not send its tokenizer within 0\.01 s"):
-        run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
-
-
-def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
-    target, bundle = fake_tokenizer(), open_draft_bundle(place / "cpu")
-    model = open_draft_model(bundle, target=target)
-    assert isinstance(model.runtime, MappedSequence) and model.num_ids == target.size
-    assert not isinstance(open_draft_model(bundle, target=bundle.tokenizer()).runtime, MappedSequence)
-    model.runtime.close()
+    for timeout_s, answer, why in (
+        (tokenizers.TIMEOUT_S, DraftClient.tokenizer_files, r"has the tokenizer .*, not 000000000000"),
+        (0.01, never, r"did not send its tokenizer within 0\.01 s"),
+    ):
+        monkeypatch.setattr(tokenizers, "TIMEOUT_S", timeout_s)
+        monkeypatch.setattr(DraftClient, "tokenizer_files", answer)
+        with pytest.raises(BundleError, match=why):
+            run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
 
 
 def test_without_a_server_what_was_pulled_with_the_draft_counts(
@@ -233,30 +234,29 @@ def test_without_a_server_what_was_pulled_with_the_draft_counts(
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("name", "content"),
     [
-        ("tokenizer_config.json", "[" * 100_000),
-        ("tokenizer_config.json", '{"chat_template": 7}'),
-        ("generation_config.json", '{"eos_token_id": ["a", 1]}'),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b'{"chat_template": 7}'),
+        ("generation_config.json", b'{"eos_token_id": ["a", 1]}'),
         ("chat_template.jinja", b"\xff\xfe"),
     ],
+    ids=["deep", "template", "ends", "bytes"],
 )
-def test_files_that_cannot_be_used_are_no_tokenizer(tmp_path: Path, file: tuple[str, str | bytes]) -> None:
-    shutil.copytree(fake_tokenizer().directory, tmp_path / "it")
-    assert tokenizers._kept(tmp_path / "it", fake_tokenizer().fingerprint) is not None
-    name, content = file
-    (tmp_path / "it" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert tokenizers._kept(tmp_path / "it", fake_tokenizer().fingerprint) is None
+def test_files_that_cannot_be_used_are_no_tokenizer(tmp_path: Path, name: str, content: bytes) -> None:
+    place = shutil.copytree(fake_tokenizer().directory, tmp_path / "it")
+    assert tokenizers._kept(place, fake_tokenizer().fingerprint) is not None
+    (place / name).write_bytes(content)
+    assert tokenizers._kept(place, fake_tokenizer().fingerprint) is None
 
 
 def test_a_huge_id_is_refused(tmp_path: Path) -> None:
     """A file of a few bytes could ask for gigabytes."""
-    shutil.copytree(fake_tokenizer().directory, tmp_path / "it")
-    path = tmp_path / "it" / "tokenizer.json"
-    document = json.loads(path.read_text())
+    place = shutil.copytree(fake_tokenizer().directory, tmp_path / "it")
+    document = json.loads((place / "tokenizer.json").read_text())
     document["model"]["vocab"]["zzqq"] = 4_000_000_000
-    path.write_text(json.dumps(document))
-    huge = Tokenizer.from_dir(tmp_path / "it")
-    assert tokenizers._kept(tmp_path / "it", huge.fingerprint) is None
+    (place / "tokenizer.json").write_text(json.dumps(document))
+    huge = Tokenizer.from_dir(place)
+    assert tokenizers._kept(place, huge.fingerprint) is None
     with pytest.raises(TokenizerError, match=r"at most 2097152 are mapped"):
         VocabularyMap(fake_tokenizer(), huge)

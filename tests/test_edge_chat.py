@@ -109,32 +109,21 @@ async def ask(conversation: Conversation, text: str, max_tokens: int = MAX_TOKEN
     return prompts[0]
 
 
-# -- what the server holds ---------------------------------------------------------------------------------------------
-
-
-# -- a conversation keeps ids ------------------------------------------------------------------------------------------
-
-
 async def test_the_next_turn_sends_the_new_tokens_and_a_hash(server: FakeServer) -> None:
     """Both caches go on: the server's by the hash, the draft's by its sequence. Texts equal those of whole prompts."""
-    seen: list[int] = []
+    seen, transport = list[int](), Recorded()
     draft = FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=0.8, on_step=seen.extend)
-
-    transport = Recorded()
     async with conversing(server.url, transport, ModelDrafter(draft)) as conversation:
         prompts = [await ask(conversation, f"question {number} of a long chat") for number in range(4)]
-        sessions = transport.sessions
-        assert "prefix_hash" not in sessions[0] and all(body["keep_prefix"] for body in sessions)
-        for number in range(1, 4):
-            kept = [*prompts[number - 1], *conversation.turns[number - 1].result.tokens]
-            assert prompts[number][: len(kept)] == kept
-            assert sessions[number]["prompt"] == prompts[number][len(kept) :]
-            turn = conversation.turns[number]
-            assert turn.sent_again is None and turn.num_sent == len(sessions[number]["prompt"])
-            assert turn.result.cached_prompt_tokens == len(kept) - 1
-        assert len(sessions) == 4
-        # The draft has read each prompt's token once, not each prompt whole.
-        assert len(seen) < len(prompts[-1]) + 4 * 40 < sum(map(len, prompts)) + 4 * 40
+    turns, sessions = conversation.turns, transport.sessions
+    assert "prefix_hash" not in sessions[0] and all(body["keep_prefix"] for body in sessions) and len(sessions) == 4
+    for number in range(1, 4):
+        kept, sent = [*prompts[number - 1], *turns[number - 1].result.tokens], sessions[number]["prompt"]
+        assert prompts[number] == [*kept, *sent]
+        assert (turns[number].sent_again, turns[number].num_sent) == (None, len(sent))
+        assert turns[number].result.cached_prompt_tokens == len(kept) - 1
+    # The draft has read each prompt's token once, not each prompt whole.
+    assert len(seen) < len(prompts[-1]) + 4 * 40 < sum(map(len, prompts)) + 4 * 40
 
 
 async def test_everything_is_sent_again_where_a_prefix_is_gone_or_changed(server: FakeServer) -> None:
@@ -143,14 +132,13 @@ async def test_everything_is_sent_again_where_a_prefix_is_gone_or_changed(server
         await ask(conversation, "one")
         conversation._held = HeldPrefix(server.url, "00" * 16, conversation.num_tokens)
         await ask(conversation, "two")
-        assert conversation.turns[1].sent_again == "the server held them no longer"
         await ask(conversation, "three")
-        assert conversation.turns[2].sent_again is None
         conversation.set_system("be short")
         prompt = await ask(conversation, "four")
-        assert fake_tokenizer().decode(prompt).startswith("<system>\nbe short\n<user>\none\n")
-        turn = conversation.turns[3]
-        assert (turn.num_sent, turn.sent_again) == (turn.num_prompt, "the system message was changed")
+    assert fake_tokenizer().decode(prompt).startswith("<system>\nbe short\n<user>\none\n")
+    _, *turns = conversation.turns
+    reasons = ["the server held them no longer", None, "the system message was changed"]
+    assert [turn.sent_again for turn in turns] == reasons and turns[2].num_sent == turns[2].num_prompt
 
 
 async def test_an_older_server_gets_no_field_that_it_refuses(server: FakeServer) -> None:
@@ -158,10 +146,9 @@ async def test_an_older_server_gets_no_field_that_it_refuses(server: FakeServer)
     fields = frozenset({"keep_prefix", "prefix_hash"})
     transport = Recorded(refusing("/v1/sessions", "keep_prefix: unknown field", fields=fields))
     async with conversing(server.url, transport) as conversation:
-        first = await ask(conversation, "one")
-        second = await ask(conversation, "two")
-        assert [body["prompt"] for body in transport.sessions] == [first, first, second]
-        assert conversation.turns[1].sent_again == "the server keeps no prefixes"
+        first, second = [await ask(conversation, words) for words in ("one", "two")]
+    assert [body["prompt"] for body in transport.sessions] == [first, first, second]
+    assert conversation.turns[1].sent_again == "the server keeps no prefixes"
 
 
 async def test_a_refusal_of_something_else_stays_one(server: FakeServer) -> None:
@@ -170,23 +157,20 @@ async def test_a_refusal_of_something_else_stays_one(server: FakeServer) -> None
     async with conversing(server.url, transport) as conversation:
         with pytest.raises(RequestError, match="seed: too large"):
             await conversation.answer("one", SAMPLED, 4)
-        assert len(transport.sessions) == 2 and not conversation.messages
+    assert len(transport.sessions) == 2 and not conversation.messages
 
 
 async def test_a_hash_goes_to_no_other_server() -> None:
     """The next endpoint gets everything: after a fail-over between turns the text is the same."""
+    transport = Recorded(unreachable(down := set[str]()))
     with serve_fake(chat_template=TURNS_TEMPLATE) as first, serve_fake(chat_template=TURNS_TEMPLATE) as second:
-        down: set[str] = set()
-        transport = Recorded(unreachable(down))
         async with conversing([first.url, second.url], transport) as conversation:
             await ask(conversation, "one")
-            held = conversation._held
-            assert held is not None and held.url == first.url
             down.add(first.url)
             await ask(conversation, "two")
-            assert conversation.turns[1].result.held is not None
-            assert conversation.turns[1].result.held.url == second.url
-            assert held.name not in [body["prefix_hash"] for body in transport.sessions if "prefix_hash" in body]
+    before, after = (turn.result.held for turn in conversation.turns)
+    assert before is not None and after is not None and (before.url, after.url) == (first.url, second.url)
+    assert before.name not in [body.get("prefix_hash") for body in transport.sessions]
 
 
 async def test_a_cut_text_resumes_with_all_tokens(server: FakeServer) -> None:
@@ -197,12 +181,11 @@ async def test_a_cut_text_resumes_with_all_tokens(server: FakeServer) -> None:
             await ask(conversation, "one", 40)
             proxy.cut_after(b'"base"', 2)
             prompt = await ask(conversation, "two", 40)
-            assert conversation.turns[1].result.num_sessions == 2
-            *_, by_hash, resumed = transport.sessions
-            assert "prefix_hash" in by_hash and "prefix_hash" not in resumed
-            assert resumed["prompt"][: len(prompt)] == prompt
             await ask(conversation, "three", 4)
-            assert conversation.turns[2].sent_again is None
+    _, by_hash, resumed, _ = transport.sessions
+    assert "prefix_hash" in by_hash and "prefix_hash" not in resumed
+    assert resumed["prompt"][: len(prompt)] == prompt
+    assert (conversation.turns[1].result.num_sessions, conversation.turns[2].sent_again) == (2, None)
 
 
 def test_ids_are_kept_where_the_text_is_the_same() -> None:
@@ -215,28 +198,28 @@ def test_ids_are_kept_where_the_text_is_the_same() -> None:
     ids = continued(tokenizer, [*head, *letters], rendered)
     assert ids is not None and ids[: len(head) + len(letters)] == [*head, *letters]
     assert tokenizer.decode(ids) == tokenizer.decode(rendered) and ids != rendered
-    assert continued(tokenizer, [*head, *tokenizer.encode(" none")], rendered) is None
-    assert continued(tokenizer, rendered, rendered) is None  # nothing new
     assert len(tokenizer.encode("rify")) == 1  # no token begins after half of it
-    assert continued(tokenizer, tokenizer.encode("ri"), tokenizer.encode("rify(")) is None
+    for kept, whole in (
+        ([*head, *tokenizer.encode(" none")], rendered),
+        (rendered, rendered),  # nothing new
+        (tokenizer.encode("ri"), tokenizer.encode("rify(")),
+    ):
+        assert continued(tokenizer, kept, whole) is None
 
 
 async def test_the_oldest_turns_are_dropped_visibly() -> None:
     """When the context is full: the system message and the question stay, a note says how many went."""
-    notes: list[str] = []
-    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=160)
-
+    notes, runtime = list[str](), FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=160)
     with serve_fake(runtime=runtime, chat_template=TURNS_TEMPLATE) as server:
         async with conversing(server.url, on_note=notes.append) as conversation:
             conversation.set_system("short")
             for number in range(12):
-                prompt = await ask(conversation, f"tell me about {number}", 10)
-                assert len(prompt) + 10 <= 160
-            assert notes and conversation.num_dropped >= 2 and "dropped" in notes[0]
+                assert len(await ask(conversation, f"tell me about {number}", 10)) + 10 <= 160
+            assert conversation.num_dropped >= 2 and "dropped" in notes[0]
             assert conversation.messages[0] == Message(role="system", content="short")
             assert conversation.messages[1].role == "user"
-            dropped = [turn for turn in conversation.turns if turn.sent_again == "the oldest turns were dropped"]
-            assert len(dropped) == len(notes)
+            reasons = [turn.sent_again for turn in conversation.turns]
+            assert reasons.count("the oldest turns were dropped") == len(notes)
             before = list(conversation.messages)
             for words in (60, 2000):  # refused here, and by the server
                 with pytest.raises((ConfigError, RequestError), match="at most 159"):
@@ -246,13 +229,12 @@ async def test_the_oldest_turns_are_dropped_visibly() -> None:
 
 async def test_a_chat_of_many_messages_goes_on_and_can_be_saved(tmp_path: Path) -> None:
     """Short ones fill no context. A server takes 2,048, a file 2,000."""
-    notes: list[str] = []
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=1 << 16, num_blocks=1 << 13)
     said = [Message(role=role, content="x") for _ in range(1030) for role in ("user", "assistant")]
     with pytest.raises(ConfigError, match="2060 messages are more than 2000"):
         save_chat(tmp_path / "chat.json", said, "fake")
     with serve_fake(runtime=runtime, chat_template=TURNS_TEMPLATE) as server:
-        async with conversing(server.url, on_note=notes.append, messages=said) as conversation:
+        async with conversing(server.url, on_note=(notes := list[str]()).append, messages=said) as conversation:
             await conversation.answer("and now?", SAMPLED, 4)
             assert len(conversation.messages) == 2 * (1031 - conversation.num_dropped) <= 2000
             assert notes[0].startswith("The chat of 2000 messages is full: the ")
@@ -263,19 +245,16 @@ async def test_an_answer_that_is_stopped_stays(server: FakeServer) -> None:
     """What was said is in the conversation; a question without an answer is not."""
     async with conversing(server.url) as conversation:
         said = asyncio.Event()
-
-        def show(prompt: Sequence[int]) -> OnTokens:
-            return lambda batch: said.set()
-
-        task = asyncio.create_task(conversation.answer("one", SAMPLED, 3000, show))
+        answer = conversation.answer("one", SAMPLED, 3000, lambda prompt: lambda batch: said.set())
+        task = asyncio.create_task(answer)
         await said.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert [message.role for message in conversation.messages] == ["user", "assistant"]
         await ask(conversation, "two")
-        assert conversation.turns[0].sent_again == "the answer before was cut short"
-        assert conversation.turns[0].num_sent == conversation.turns[0].num_prompt
+        (turn,) = conversation.turns
+        assert (turn.sent_again, turn.num_sent) == ("the answer before was cut short", turn.num_prompt)
         before = list(conversation.messages)
         with pytest.raises(RequestError, match="2048 KiB"):  # and drops no turn for what cannot fit
             await conversation.answer("x" * (2 << 20), SAMPLED, 4)
@@ -284,12 +263,9 @@ async def test_an_answer_that_is_stopped_stays(server: FakeServer) -> None:
 
 async def test_another_target_takes_over_visibly() -> None:
     """The next turn names it, and no hash of the other is used."""
-    notes: list[str] = []
-
-    other = FakeBatchRuntime(vocab_size=fake_tokenizer().size, seed=99)
+    notes, other = list[str](), FakeBatchRuntime(vocab_size=fake_tokenizer().size, seed=99)
+    transport = Recorded(unreachable(down := set[str]()))
     with serve_fake() as first, serve_fake(name="other", runtime=other) as second:
-        down: set[str] = set()
-        transport = Recorded(unreachable(down))
         async with conversing([first.url, second.url], transport, on_note=notes.append) as conversation:
             await ask(conversation, "one")
             down.add(first.url)
@@ -330,20 +306,18 @@ async def test_an_older_server_without_rendering_is_named(server: FakeServer) ->
 def test_saved_chats_are_checked(tmp_path: Path) -> None:
     """Another file is never replaced or taken for a chat."""
     messages = [Message(role="user", content="é\x1b"), Message(role="assistant", content="\ud7ff")]
-    path = tmp_path / "chat.json"
-    save_chat(path, messages, "fake")
-    save_chat(path, messages[:1], "fake")
-    assert load_chat(path).messages == messages[:1] and list(tmp_path.iterdir()) == [path]
+    path, late = tmp_path / "chat.json", tmp_path / "late.json"
+    for each in (messages, messages[:1]):
+        save_chat(path, each, "fake")
+        assert load_chat(path).messages == each and list(tmp_path.iterdir()) == [path]
     for text in ("", "{}", '{"format": "outrider-chat", "messages": [{"role": "tool", "content": ""}]}', "\x00"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="is no saved chat: "):
             load_chat(path)
         with pytest.raises(ConfigError, match="exists and is no saved chat; choose another name"):
             save_chat(path, messages, "fake")
-    system = [messages[0], Message(role="system", content="late")]
-    path.unlink()
-    save_chat(path, system, "fake")
+    save_chat(late, [messages[0], Message(role="system", content="late")], "fake")
     with pytest.raises(ConfigError, match="a system message stands after others"):
-        load_chat(path)
+        load_chat(late)
     with pytest.raises(ConfigError, match="cannot be saved"):
         save_chat(tmp_path / "nowhere" / "chat.json", messages, "fake")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.agents import SURE, Clock, proxy_to
 from tests.commands import KEY, OTHER_KEY, Outrider
 from tests.local_endpoint import DRAFTS, MESSAGES, PROMPT, LocalEndpoint, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
+from tests.test_edge_serve import FACTS
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
@@ -24,7 +25,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, KeyRefused, TargetMismatch
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.security import KeyRing
-from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
+from outrider.models.wire.protocol import ReadyAnswer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 
@@ -52,44 +53,40 @@ def test_a_breaker_leaves_out_what_failed_and_allows_one_trial_a_pause() -> None
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("rtt_ms", "state", "dearer_rtt_ms", "dearer"),
     [
-        ((5.0, ReadyAnswer(status="ready", model="m", step_ms=30)), (150.0, ReadyAnswer(status="ready", model="m"))),
-        ((5.0, ReadyAnswer(status="ready", model="m")), (5.0, ReadyAnswer(status="ready", model="m", queue_depth=9))),
-        (
-            (5.0, ReadyAnswer(status="ready", model="m")),
-            (5.0, ReadyAnswer(status="ready", model="m", free_block_share=0.01)),
-        ),
-        (
-            (9.0, ReadyAnswer(status="ready", model="m", step_ms=10)),
-            (5.0, ReadyAnswer(status="ready", model="m", step_ms=40)),
-        ),
-        (
-            (5.0, ReadyAnswer(status="ready", model="m", queue_depth=2, running=8)),
-            (5.0, ReadyAnswer(status="ready", model="m", queue_depth=2, running=1)),
-        ),
+        (5.0, {"step_ms": 30}, 150.0, {}),
+        (5.0, {}, 5.0, {"queue_depth": 9}),
+        (5.0, {}, 5.0, {"free_block_share": 0.01}),
+        (9.0, {"step_ms": 10}, 5.0, {"step_ms": 40}),
+        (5.0, {"queue_depth": 2, "running": 8}, 5.0, {"queue_depth": 2, "running": 1}),
     ],
     ids=["round trip", "queue", "memory", "step", "queue per running text"],
 )
 def test_latency_queue_and_memory_make_a_cloud_dearer(
-    first: tuple[float, ReadyAnswer], second: tuple[float, ReadyAnswer]
+    rtt_ms: float, state: dict[str, Any], dearer_rtt_ms: float, dearer: dict[str, Any]
 ) -> None:
-    assert text_ms(*first) < text_ms(*second) / 1.2
+    first, second = (ReadyAnswer(status="ready", model="m", **fields) for fields in (state, dearer))
+    assert text_ms(rtt_ms, first) < text_ms(dearer_rtt_ms, second) / 1.2
 
 
 class Cloud:
-    """Readiness behind httpx's transport interface. state: what it answers; None: nothing does. trips: on the clock."""
+    """Readiness behind httpx's transport interface. state: what it answers; None: nothing does. trips: on the clock.
+    asks_status: of all else, which needs a key.
+    """
+
+    asks_status = 401
 
     def __init__(self, clock: Clock, trip_s: float = 0.01, **state: Any) -> None:
         self.clock, self.trip_s, self.num_looks = clock, trip_s, 0
         self.state: dict[str, Any] | None = {"status": "ready", "model": "m", "target": "t", "step_ms": 20.0, **state}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.num_looks += 1
-        self.clock.now += self.trip_s
+        self.num_looks, self.clock.now = self.num_looks + 1, self.clock.now + self.trip_s
         if self.state is None:
             raise httpx.ConnectError("refused")
-        return httpx.Response(200, json=self.state)
+        is_open = request.url.path == "/health/ready"
+        return httpx.Response(200 if is_open else self.asks_status, json=self.state if is_open else FACTS.model_dump())
 
 
 class Pauses:
@@ -111,20 +108,6 @@ class Pauses:
         return await self._waiting.get()
 
 
-class Guarded(Cloud):
-    """One that asks for a key, but not for its readiness."""
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        answer = super().__call__(request)
-        facts = ModelFacts(
-            name="m", tokenizer="t", vocab_size=9, max_positions=9, eos_token_ids=[0], has_chat_template=False
-        )
-        is_open = request.url.path == "/health/ready"
-        return answer if is_open else httpx.Response(self.status, text=facts.model_dump_json())
-
-    status = 401
-
-
 def fleet_of(clock: Clock, sleep: Any = asyncio.sleep, words: list[str] | None = None, **clouds: Cloud) -> Fleet:
     urls = {"a": A, "b": B, "c": C}
     clients = [VerifierClient(urls[name], transport=httpx.MockTransport(cloud)) for name, cloud in clouds.items()]
@@ -139,83 +122,73 @@ async def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster(
     """By what was measured; with alike figures the order of the configuration holds."""
     clock = Clock()
     a, b = Cloud(clock, 0.012), Cloud(clock, 0.010)
-    fleet = fleet_of(clock, a=a, b=b)
-    assert order(fleet) == [A, B]  # nothing is known
-    served = await fleet.look(9.0)
-    assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
-    clock.now += 60.0
-    assert a.state is not None
-    a.state |= {"queue_depth": 8, "running": 2}
-    fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
-    await fleet.look(9.0)
-    assert order(fleet) == [B, A]
-    clock.now += 60.0
-    a.state |= {"queue_depth": 0}
-    await fleet.look(9.0)
-    assert order(fleet) == [A, B]
-    assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
-    await fleet.aclose()
+    async with aclosing(fleet_of(clock, a=a, b=b)) as fleet:
+        assert order(fleet) == [A, B]  # nothing is known
+        served = await fleet.look(9.0)
+        assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
+        assert a.state is not None
+        for load, ranks in (({"queue_depth": 8, "running": 2}, [B, A]), ({"queue_depth": 0}, [A, B])):
+            clock.now += 60.0
+            a.state |= load
+            fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
+            await fleet.look(9.0)
+            assert order(fleet) == ranks
+        assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
 
 
 async def test_speed_never_chooses_another_model() -> None:
     """Where targets differ, the order of the configuration decides, however slow the first is."""
-    clock = Clock()
     # Slow in steps: looks go on side by side, and the clock is one for all.
-    a, c = Cloud(clock, step_ms=500.0), Cloud(clock, step_ms=50.0)
-    b = Cloud(clock, step_ms=1.0, target="another")
-    fleet = fleet_of(clock, a=a, b=b, c=c)
-    await fleet.look(9.0)
-    assert order(fleet) == [C, A, B]
-    await fleet.aclose()
+    a, c = Cloud(clock := Clock(), step_ms=500.0), Cloud(clock, step_ms=50.0)
+    async with aclosing(fleet_of(clock, a=a, b=Cloud(clock, step_ms=1.0, target="another"), c=c)) as fleet:
+        await fleet.look(9.0)
+        assert order(fleet) == [C, A, B]
 
 
 async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
     """Trials are looks and never texts; then the preferred one is preferred again."""
     clock, words = Clock(), list[str]()
-    pauses = Pauses(clock)
-    a, b = Cloud(clock), Cloud(clock)
-    fleet = fleet_of(clock, pauses, words, a=a, b=b)
-    await fleet.look(9.0)
-    a.state = None
-    fleet.failed(A, EndpointLost(f"{A}: gone"))
-    fleet.failed(A, EndpointLost(f"{A}: gone"))  # another text, the same outage
-    assert order(fleet) == [B, A] and fleet.is_down(A)
-    (await pauses.next()).set_result(None)  # the first trial finds nothing
-    second = await pauses.next()
-    back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
-    fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
-    second.set_result(None)
-    await back.wait()
-    assert order(fleet) == [A, B] and not fleet.is_down(A)
-    assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
-    assert pauses.lengths[1] > pauses.lengths[0] > 0.0
-    fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
-    assert not fleet.is_down(B)
-    await fleet.aclose()
+    pauses, a = Pauses(clock), Cloud(clock)
+    async with aclosing(fleet_of(clock, pauses, words, a=a, b=Cloud(clock))) as fleet:
+        await fleet.look(9.0)
+        a.state = None
+        for _ in range(2):  # another text, the same outage
+            fleet.failed(A, EndpointLost(f"{A}: gone"))
+        assert order(fleet) == [B, A] and fleet.is_down(A)
+        (await pauses.next()).set_result(None)  # the first trial finds nothing
+        second = await pauses.next()
+        back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
+        fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
+        second.set_result(None)
+        await back.wait()
+        assert order(fleet) == [A, B] and not fleet.is_down(A)
+        assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
+        assert pauses.lengths[1] > pauses.lengths[0] > 0.0
+        fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
+        assert not fleet.is_down(B)
 
 
 async def test_a_cloud_that_refuses_the_key_is_left_out_until_it_takes_it() -> None:
     """Its readiness, which needs no key, does not bring it back, and no text is spent on that."""
     clock, words = Clock(), list[str]()
-    pauses, guarded = Pauses(clock), Guarded(clock)
-    fleet = fleet_of(clock, pauses, words, a=guarded, b=Cloud(clock))
-    fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
-    assert order(fleet) == [B, A] and words == [f"Set a key. {A} is left out until it answers."]
-    (await pauses.next()).set_result(None)
-    second = await pauses.next()
-    assert fleet.is_down(A) and guarded.num_looks == 2
-    back, guarded.status = asyncio.Event(), 200
-    fleet._on_change = lambda said: back.set()
-    second.set_result(None)
-    await back.wait()
-    assert order(fleet) == [A, B]
-    await fleet.aclose()
+    pauses, guarded = Pauses(clock), Cloud(clock)
+    async with aclosing(fleet_of(clock, pauses, words, a=guarded, b=Cloud(clock))) as fleet:
+        fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
+        assert order(fleet) == [B, A] and words == [f"Set a key. {A} is left out until it answers."]
+        (await pauses.next()).set_result(None)
+        second = await pauses.next()
+        assert fleet.is_down(A) and guarded.num_looks == 2
+        back, guarded.asks_status = asyncio.Event(), 200
+        fleet._on_change = lambda said: back.set()
+        second.set_result(None)
+        await back.wait()
+        assert order(fleet) == [A, B]
 
 
 async def test_a_cloud_that_refuses_the_key_does_not_come_back_by_its_readiness() -> None:
     """Neither where a client asks the local endpoint for it, nor for a text that is written without a cloud."""
     clock = Clock()
-    clouds = [(A, Guarded(clock)), (B, down := Cloud(clock))]
+    clouds = [(A, Cloud(clock)), (B, down := Cloud(clock))]
     upstream = Upstream([VerifierClient(url, transport=httpx.MockTransport(cloud)) for url, cloud in clouds], "t")
     fleet, down.state = upstream.fleet, None
     fleet.failed(A, KeyRefused(RequestError("unauthorized", "Set a key.", status=401)))
@@ -230,8 +203,7 @@ async def test_a_gateway_that_hides_its_readiness_is_a_cloud_that_answers() -> N
     gateway = VerifierClient(A, transport=httpx.MockTransport(lambda request: httpx.Response(404)))
     hidden = Fleet([gateway])
     assert await hidden.look(9.0) == [] and await hidden.finds_one(9.0)
-    clock = Clock()
-    cloud = Cloud(clock)
+    cloud = Cloud(clock := Clock())
     fleet = fleet_of(clock, a=cloud)
     assert await fleet.finds_one(9.0)
     cloud.state = None
@@ -250,21 +222,20 @@ async def test_a_look_may_take_longer_than_who_asks_waits(monkeypatch: pytest.Mo
         await answers.acquire()
         return httpx.Response(200, json={"status": "ready", "model": "m"})
 
-    fleet = Fleet([VerifierClient(A, transport=httpx.MockTransport(answer))])
-    for num_answers, fails in ((2, False), (1, True)):
+    async with aclosing(Fleet([VerifierClient(A, transport=httpx.MockTransport(answer))])) as fleet:
+        for num_answers, fails in ((2, False), (1, True)):
+            assert not await fleet.finds_one(0.0)
+            late_s += 12.0  # then the answers come
+            await asyncio.sleep(0)
+            look = fleet._members[A].look
+            assert look is not None and not look.done()
+            for _ in range(num_answers):
+                answers.release()
+            await look
+            if fails:
+                fleet.failed(A, EndpointLost(f"{A}: gone"))  # meanwhile
+            assert await fleet.finds_one(0.0) is not fails
         assert not await fleet.finds_one(0.0)
-        late_s += 12.0  # then the answers come
-        await asyncio.sleep(0)
-        look = fleet._members[A].look
-        assert look is not None and not look.done()
-        for _ in range(num_answers):
-            answers.release()
-        await look
-        if fails:
-            fleet.failed(A, EndpointLost(f"{A}: gone"))  # meanwhile
-        assert await fleet.finds_one(0.0) is not fails
-    assert not await fleet.finds_one(0.0)
-    await fleet.aclose()
 
 
 def test_the_command_refuses_to_send_a_key_in_the_clear(
@@ -319,15 +290,12 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
             assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
             steps = first.runtime.num_steps
             assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
-            with proxy_to(first.url, listen_port=proxy.port) as again:
-                assert again.url == proxy.url
+            with proxy_to(first.url, listen_port=proxy.port):
                 local.wait_until(lambda: not fleet.is_down(proxy.url))
                 assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps > steps
-                ready = httpx.get(f"{local.url}/health/ready").json()
-                assert [each["state"] for each in ready["clouds"]] == ["up", "up"]
-                assert "127.0.0.1" not in str(ready["clouds"])
-    outages = [record for record in caplog.records if "is left out" in record.getMessage()]
-    assert outages and any("is back" in record.getMessage() for record in caplog.records)
+                clouds = httpx.get(f"{local.url}/health/ready").json()["clouds"]
+                assert [each["state"] for each in clouds] == ["up", "up"] and "127.0.0.1" not in str(clouds)
+    assert "is left out" in caplog.text and "is back" in caplog.text
 
 
 @pytest.mark.usefixtures("by_preference")

@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from tests.commands import KEY, OTHER_KEY, Outrider, commands_group, key_file
 from tests.drafts import make_draft
@@ -19,7 +18,7 @@ from tests.serving import serve_fake
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
-from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
+from outrider.edge.setup.endpoints import Endpoint, Keys, read_key_file
 from outrider.edge.setup.settings import Settings
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
@@ -40,14 +39,15 @@ def test_a_value_comes_from_flag_then_environment_then_file_then_default(
         return shown(outrider, "run", *flags)["max_tokens"]
 
     assert max_tokens() == (128, "default", None)
-    config.write_text("# for all\n[common]\nmax_tokens = 11\n", encoding="utf-8")
-    assert max_tokens() == (11, "file", "line 3")
-    config.write_text("[run]\nmax-tokens = 12\n[common]\nmax_tokens = 11\n", encoding="utf-8")
-    assert max_tokens() == (12, "file", "line 2")
-    monkeypatch.setenv("OUTRIDER_MAX_TOKENS", "13")
-    assert max_tokens() == (13, "environment", "OUTRIDER_MAX_TOKENS")
-    monkeypatch.setenv("OUTRIDER_RUN_MAX_TOKENS", "14")
-    assert max_tokens() == (14, "environment", "OUTRIDER_RUN_MAX_TOKENS")
+    for text, *found in (
+        ("# for all\n[common]\nmax_tokens = 11\n", 11, "line 3"),
+        ("[run]\nmax-tokens = 12\n[common]\nmax_tokens = 11\n", 12, "line 2"),
+    ):
+        config.write_text(text, encoding="utf-8")
+        assert max_tokens() == (found[0], "file", found[1])
+    for name, value in (("OUTRIDER_MAX_TOKENS", 13), ("OUTRIDER_RUN_MAX_TOKENS", 14)):
+        monkeypatch.setenv(name, str(value))
+        assert max_tokens() == (value, "environment", name)
     assert max_tokens("--max-tokens", "15") == (15, "flag", "--max-tokens")
 
 
@@ -60,20 +60,18 @@ def test_commands_run_with_what_config_shows(config: Path, outrider: Outrider, m
     )
     monkeypatch.setenv("OUTRIDER_RUN_IGNORE_EOS", "yes")
     monkeypatch.setenv("OUTRIDER_SEED", "7")
-    (config.parent / "my.key").write_text(KEY, encoding="ascii")
-    (config.parent / "my.key").chmod(0o600)
+    key_file(config.parent).rename(config.parent / "my.key")
     called = []
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: called.append((options, options.keys())))
     outrider("run", "text", "--temperature", "0")
     ((options, keys),) = called
-    assert (options.effort, options.lookup, options.depth, options.params.top_p) == ("low", False, "3", 0.9)
-    assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
-    drafts = [str(root / "drafts" / name) for root, name in ((Path.home(), "x"), (config.parent, "y"))]
-    assert options.cloud == ["http://a", "http://b"] and options.draft == [*drafts, "reference"]
-    assert keys == Keys(KEY, is_asked=False)
+    expected = {"effort": "low", "lookup": False, "depth": "3", "param": ["top_p=0.9"], "ignore_eos": True}
+    expected |= {"seed": 7, "temperature": 0.0, "cloud": ["http://a", "http://b"]}
+    expected["draft"] = [str(Path.home() / "drafts" / "x"), str(config.parent / "drafts" / "y"), "reference"]
     values = shown(outrider, "run", "--temperature", "0")
-    for name in ("effort", "lookup", "depth", "param", "ignore_eos", "seed", "temperature", "cloud", "draft"):
-        assert values[name][0] == getattr(options, name), name
+    assert {name: values[name][0] for name in expected} == expected
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert options.params.top_p == 0.9 and keys == Keys(KEY, is_asked=False)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +105,16 @@ def test_commands_run_with_what_config_shows(config: Path, outrider: Outrider, m
         ("[[endpoint]]\nurl = 'http://a'\nkey = 'x'\n", "line 3: endpoint[0].key is no key of an endpoint"),
         ("[[endpoint]]\nurl = 'http://a'\nkey_file = 'k'\n", "line 1: endpoint[0] would send its key without"),
         ("[[endpoint]]\nurl='http://a'\n[[endpoint]]\nurl='http://a/v1'\n", "line 4: endpoint[1].url is that of"),
+        (b"[run]\nseed = 1\xff\n", " is not "),  # not UTF-8
+        (b"\x00", " is not "),  # not TOML
+        (b"a = " + b"[" * 20_000, " is not "),
     ],
 )
 def test_a_mistake_in_the_file_names_file_line_and_key(
-    config: Path, outrider: Outrider, text: str, message: str
+    config: Path, outrider: Outrider, text: str | bytes, message: str
 ) -> None:
     """With what was found and expected; exit code 2, one line; `--help` still works."""
-    config.write_text(text, encoding="utf-8")
+    config.write_bytes(text if isinstance(text, bytes) else text.encode())
     error = outrider("run", "hello", "--draft", "nowhere", code=2).err
     assert error.startswith(f"error: {config}") and message in error and error.count("\n") == 1
     assert "configuration" in outrider("run", "--help").out
@@ -129,10 +130,10 @@ def test_a_key_in_the_file_is_refused_and_not_shown(
     assert "line 2: run.api_key would keep a key in clear text; expected key_file" in error and KEY not in error
     config.write_text("", encoding="utf-8")
     monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
-    for arguments in (["config"], ["config", "--json"], ["config", "show", "run", "--cloud", f"http://me:{KEY}@a"]):
+    with_address = ["config", "show", "run", "--cloud", f"http://me:{KEY}@a"]
+    for arguments, words in ((["config"], ""), (["config", "--json"], ""), (with_address, "http://***@a")):
         out = outrider(*arguments).out
-        assert KEY not in out and "(set, not shown)" in out and "OUTRIDER_API_KEY" in out
-    assert "http://***@a" in out
+        assert KEY not in out and "(set, not shown)" in out and "OUTRIDER_API_KEY" in out and words in out
 
 
 def test_a_value_for_all_commands_may_be_too_much_for_some(
@@ -143,9 +144,9 @@ def test_a_value_for_all_commands_may_be_too_much_for_some(
     assert shown(outrider, "run")["max_tokens"] == (1000, "file", "line 2")
     expected = "a whole number, at least 2, at most 512 for `outrider demo`"
     assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in outrider("demo", code=2).err
+    assert json.loads(outrider("config", "--json").out)["commands"]["demo"]["error"].endswith(expected)
     shows = "".join(outrider("config").out.split())
     assert "[run]" in shows and "[demo]cannotrun:" in shows and "atmost512for`outriderdemo`" in shows
-    assert json.loads(outrider("config", "--json").out)["commands"]["demo"]["error"].endswith(expected)
 
 
 def test_a_variable_of_the_wrong_type_is_named(
@@ -153,27 +154,16 @@ def test_a_variable_of_the_wrong_type_is_named(
 ) -> None:
     """Not the option, which nobody typed."""
     monkeypatch.setenv("OUTRIDER_MAX_TOKENS", "many")
-    assert (
-        outrider("run", "hello", "--draft", "nowhere", code=2).err
-        == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
-    )
-    outrider("devices", "--help")
-
-
-@pytest.mark.parametrize("data", [b"[run]\nseed = 1\xff\n", b"\x00", b"a = " + b"[" * 20_000])
-def test_a_file_that_is_no_configuration_is_one_clear_line(config: Path, outrider: Outrider, data: bytes) -> None:
-    """Not UTF-8, not TOML, nested without end."""
-    config.write_bytes(data)
     error = outrider("run", "hello", "--draft", "nowhere", code=2).err
-    assert error.startswith(f"error: {config} is not ") and error.count("\n") == 1
+    assert error == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
+    outrider("devices", "--help")
 
 
 def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the user's configuration directory; elsewhere by OUTRIDER_CONFIG, and then it must be there."""
     monkeypatch.delenv("OUTRIDER_CONFIG")
     monkeypatch.setattr("platformdirs.user_config_path", lambda name, appauthor: tmp_path / name)
-    assert config_path() == tmp_path / "outrider" / "config.toml"
-    assert not read_config().is_there
+    assert config_path() == tmp_path / "outrider" / "config.toml" and not read_config().is_there
     for place, message in (
         (tmp_path / "mine.toml", r"mine\.toml is not there, and OUTRIDER_CONFIG names it"),
         (tmp_path, "is a directory"),
@@ -181,26 +171,24 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("OUTRIDER_CONFIG", str(place))
         with pytest.raises(ConfigError, match=message):
             read_config()
-    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 1\r\n")
-    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "bom.toml"))
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 1\r\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "mine.toml"))
     assert read_config().document == {"run": {"seed": 1}}
 
 
 def test_the_example_names_every_option_and_is_never_written_twice(config: Path, outrider: Outrider) -> None:
     """As it is, it changes nothing; with every line in use, all but the paths fit."""
-    assert (
-        "is there already and is left as it is" in outrider("config", "init", code=2).err and config.read_bytes() == b""
-    )
+    assert "is there already and is left as it is" in outrider("config", "init", code=2).err
+    assert config.read_bytes() == b""
     config.unlink()
     outrider("config", "init")
-    text = config.read_text(encoding="utf-8")
-    group = commands_group()
+    text, group = config.read_text(encoding="utf-8"), commands_group()
     settings = Settings(group, read_config(), {})
     assert {each.source for path in settings.commands for each in settings.resolve(path)} == {"default"}
     used = re.sub(r"(?m)^#(?=\w+ = |\[\[)", "", text).replace('"..."', '"x"')
     document = tomllib.loads(used)
     for path, command in settings.commands.items():
-        names = {name for option in command.params if isinstance(option, click.Option) for name in [option.name]}
+        names = {option.name for option in command.params if option.param_type_name == "option"}
         assert len(document[path]) == len(names - {"api_key"}), path
     assert settings.resolve("run") != Settings(group, ConfigFile(config, used, document), {}).resolve("run")
     assert re.search(r"\bapi_key\b", text) is None
@@ -258,48 +246,37 @@ def test_a_general_key_is_not_sent_in_the_clear(url: str, others: list[str]) -> 
 
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     """With the command that mends it; a key never stands in a message."""
-    assert read_key_file(key_file(tmp_path)) == KEY
-    for mode in (0o640, 0o604, 0o620, 0o644):
-        with pytest.raises(ConfigError, match=rf"\(mode {mode:04o}\); expected 0600: run `chmod 600") as found:
-            read_key_file(key_file(tmp_path, mode=mode))
-        assert KEY not in str(found.value)
-    assert read_key_file(key_file(tmp_path, mode=0o644), is_posix=False) == KEY  # Windows' modes say nothing
-    for text in ("", f"{KEY}\n{KEY}", f"{KEY} x", "ä" * 9, "x" * 5000):
-        path = tmp_path / "wrong.key"
-        path.write_bytes(text.encode())
-        path.chmod(0o600)
-        with pytest.raises(ConfigError, match="expected") as found:
+
+    def refusal(path: Path) -> str:
+        with pytest.raises(ConfigError) as found:
             read_key_file(path)
         assert KEY not in str(found.value)
-    with pytest.raises(ConfigError, match="No such file"):
-        read_key_file(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
-        read_key_file(tmp_path)
+        return str(found.value)
 
-
-def test_a_run_sends_the_endpoints_key(config: Path, fake_bundle: Path, outrider: Outrider) -> None:
-    """An [[endpoint]] is enough: address and key come from the file."""
-    key_file(config.parent)
-    command = ["run", "def", "--draft", str(fake_bundle), "--mode", "cloud-only", "--max-tokens", "4"]
-    with serve_fake(ServerSettings(keys=KeyRing([KEY]))) as server:
-        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\n", encoding="utf-8")
-        assert "requires an API key" in outrider(*command, code=2).err
-        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
-        outrider(*command)
-    assert read_endpoints(read_config())[0].key_file == str(config.parent / "cloud.key")
+    path = key_file(tmp_path)
+    assert read_key_file(path) == KEY
+    for mode in (0o640, 0o604, 0o620, 0o644):
+        path.chmod(mode)
+        assert f"(mode {mode:04o}); expected 0600: run `chmod 600" in refusal(path)
+    assert read_key_file(path, is_posix=False) == KEY  # Windows' modes say nothing
+    path.chmod(0o600)
+    for text in ("", f"{KEY}\n{KEY}", f"{KEY} x", "ä" * 9, "x" * 5000):
+        path.write_bytes(text.encode())
+        assert "expected" in refusal(path)
+    assert "No such file" in refusal(tmp_path / "nowhere")
+    assert re.search(r"not a regular file|Is a directory", refusal(tmp_path))
 
 
 def test_a_key_and_a_key_file_from_one_place_are_refused(
     config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one is meant cannot be known; a flag wins over the environment."""
-    path = key_file(config.parent)
-    both = ["--api-key", OTHER_KEY, "--key-file", str(path)]
+    asked, from_file = list[Keys](), ["--key-file", key_file(config.parent)]
+    both = ["--api-key", OTHER_KEY, *from_file]
     assert "leave one of them out" in outrider("run", "text", "--draft", "nowhere", *both, code=2).err
     monkeypatch.setenv("OUTRIDER_API_KEY", OTHER_KEY)
-    asked = []
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: asked.append(options.keys()))
-    outrider("run", "text", "--key-file", str(path))
+    outrider("run", "text", *from_file)
     outrider("run", "text")
     assert asked == [Keys(KEY, is_asked=True), Keys(OTHER_KEY, is_asked=True)]
 
@@ -352,34 +329,29 @@ def test_a_typed_option_comes_before_a_configured_one_that_contradicts_it(
     chosen: list[DraftChoice] = []
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: chosen.append(options.choice))
     config.write_text("[run]\ndraft_device = 'gpu.1'\n", encoding="utf-8")
-    outrider("run", "text", "--runtime", "ngram")
-    outrider("run", "text", "--draft-device", "prefer-npu")
-    outrider("run", "text", "--runtime", "openvino")
+    for typed in (("--runtime", "ngram"), ("--draft-device", "prefer-npu"), ("--runtime", "openvino")):
+        outrider("run", "text", *typed)
     assert chosen == [DraftChoice("ngram"), DraftChoice(provider="prefer-npu"), DraftChoice("openvino", "gpu.1")]
     config.write_text("[run]\ndraft_device = 'gpu.1'\nruntime = 'ngram'\n", encoding="utf-8")
     assert "no device runs it" in outrider("run", "text", code=2).err
 
 
-def test_a_pull_gets_address_and_key_from_the_file(
+def test_address_and_key_come_from_the_file(
     config: Path, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The preferred endpoint, with its own key; --server goes elsewhere without it."""
+    """For a text and for a pull: the preferred endpoint, with its own key; --server goes elsewhere without it."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     key_file(config.parent)
-    make_draft(tmp_path / "drafts" / "cpu")
-    with (
-        serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path / "drafts") as server,
-        serve_fake(ServerSettings(keys=KeyRing([KEY]))) as other,
-    ):
-        config.write_text(
-            f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
-            encoding="utf-8",
-        )
+    draft, settings = make_draft(tmp_path / "drafts" / "cpu").path, ServerSettings(keys=KeyRing([KEY]))
+    command = ["run", "def", "--draft", draft, "--mode", "cloud-only", "--max-tokens", "4"]
+    with serve_fake(settings, drafts=tmp_path / "drafts") as server, serve_fake(settings) as other:
+        for key, code, words in (("", 2, "requires an API key"), ("key_file = 'cloud.key'\n", 0, "")):
+            endpoints = f"[[endpoint]]\nurl = '{server.url}'\n{key}[[endpoint]]\nurl = 'http://127.0.0.1:1'\n"
+            config.write_text(endpoints, encoding="utf-8")
+            assert words in outrider(*command, code=code).err
         assert Path(outrider("pull").out.strip()).parent == tmp_path / "cache" / "drafts"
         monkeypatch.setenv("OUTRIDER_CLOUD", f"{server.url} {other.url}")
         assert f"at {server.url}" in outrider("pull", "--list").out
         assert "requires an API key" in outrider("pull", "--cloud", other.url, code=2).err
-        assert (
-            "has no drafts"
-            in outrider("pull", "--server", other.url, "--key-file", str(config.parent / "cloud.key"), code=2).err
-        )
+        keyed = ["--server", other.url, "--key-file", config.parent / "cloud.key"]
+        assert "has no drafts" in outrider("pull", *keyed, code=2).err

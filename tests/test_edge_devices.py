@@ -5,40 +5,39 @@ from __future__ import annotations
 import io
 import json
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import onnxruntime
 import openvino
 import pytest
-from tests.agents import MODES, VOCAB, truth, whole
 from tests.commands import Outrider, screen
 from tests.drafts import ALL_DEVICES, CPU_ONLY, manifest_for
-from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, serve_fake
 from tests.test_edge_placement import bundle
 from tests.test_edge_shelf import offer
 
 from outrider.cloud.recent.store import MemoryStore
 from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
-from outrider.edge.devices import discovery
 from outrider.edge.devices.advice import gpu_advice, has_intel_plugins, npu_advice, provider_advice
-from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, install_advice, require_device
+from outrider.edge.devices.discovery import (
+    FoundDevice,
+    FoundRuntime,
+    advice,
+    find_runtime,
+    install_advice,
+    require_device,
+)
 from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
-from outrider.edge.drafting.drafter import ModelDrafter
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent, open_drafter
+from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.modes.draft_ladder import candidates_of
-from outrider.edge.results import Mode
 from outrider.edge.store.choice import Wishes, judge
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
-from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.process import extras
+from outrider.models.process.extras import missing_extra
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.npu_compile import npu_core
 
@@ -47,13 +46,12 @@ def test_a_runtime_that_is_not_installed_is_answered_with_the_command_that_insta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asking finds it missing; wanting a device of it says how to get it."""
-    for runtime in DRAFTS:
-        monkeypatch.setitem(sys.modules, runtime[0], None)
-        found = find_runtime(runtime[0])
-        assert found.version is None and found.devices == ()
-        extra = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}[runtime[0]]
+    for runtime, device in DRAFTS:
+        monkeypatch.setitem(sys.modules, runtime, None)
+        assert find_runtime(runtime) == FoundRuntime(runtime, None, ())
+        extra = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}[runtime]
         with pytest.raises(RuntimeUnavailable, match=rf'not installed; run: pip install "outrider\[{extra}\]"'):
-            require_device(*runtime)
+            require_device(runtime, device)
 
 
 @pytest.mark.parametrize("error", [ImportError("DLL load failed"), RuntimeError("no plugins.xml")])
@@ -62,21 +60,17 @@ def test_a_broken_runtime_is_told_and_does_not_hide_the_other(
 ) -> None:
     """In the list of devices, and where drafts are chosen: for the other runtime, and for this one."""
 
-    def broken() -> FoundRuntime:
-        raise error
-
-    monkeypatch.setattr(discovery, "_find_openvino", broken)
+    monkeypatch.setattr("outrider.edge.devices.discovery._find_openvino", Mock(side_effect=error))
     why = f"OpenVINO cannot be used: {type(error).__name__}: {error}"
     with pytest.raises(RuntimeUnavailable, match=why):
         require_device("openvino", "cpu")
     assert {each["runtime"] for each in json.loads(outrider("devices", "--json").out)["missing"]} == {"onnxruntime"}
     shown = " ".join(outrider("devices").out.split())
     assert why in shown and "CPUExecutionProvider" in shown and "not installed" not in shown
-    found = judge([offer("one"), offer("other", runtime="onnxruntime")], Wishes())
-    assert why in str(found[0].why_not) and found[1].why_not is None
+    one, other = judge([offer("one"), offer("other", runtime="onnxruntime")], Wishes())
+    assert why in str(one.why_not) and other.why_not is None
     drafts = [bundle("one", "openvino", "cpu"), bundle("other", "onnxruntime", "cpu")]
-    (candidate,) = candidates_of(drafts, DraftChoice())
-    assert candidate.bundle is drafts[1]
+    assert [each.bundle for each in candidates_of(drafts, DraftChoice())] == drafts[1:]
 
 
 def test_what_is_found_here_is_what_the_runtimes_say() -> None:
@@ -84,9 +78,9 @@ def test_what_is_found_here_is_what_the_runtimes_say() -> None:
     found = find_runtime("openvino")
     assert [device.name for device in found.devices] == openvino.Core().available_devices and found.has("cpu")
     assert found.version is not None and openvino.__version__.startswith(found.version)
-    found = find_runtime("onnxruntime")
-    assert found.version == onnxruntime.__version__ and found.has("cpu") and not found.has("npu")
-    assert {device.name for device in found.devices} <= set(onnxruntime.get_available_providers())
+    onnx = find_runtime("onnxruntime")
+    assert onnx.version == onnxruntime.__version__ and onnx.has("cpu") and not onnx.has("npu")
+    assert {device.name for device in onnx.devices} <= set(onnxruntime.get_available_providers())
 
 
 def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,22 +103,23 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
                 return 1005
             raise RuntimeError(f"{device} has no {name}")
 
-    monkeypatch.setitem(sys.modules, "openvino", types.SimpleNamespace(Core=Core, __version__="2026.4.1-1-releases"))
+    monkeypatch.setitem(sys.modules, "openvino", Mock(Core=Core, __version__="2026.4.1-1-releases"))
     found = find_runtime("openvino")
     assert found.version == "2026.4.1"
-    assert [(device.name, device.device, device.driver) for device in found.devices] == [
-        ("CPU", "cpu", None), ("GPU.0", "gpu", None), ("GPU.1", "gpu", None), ("NPU", "npu", "1005"),
-        ("GPU.2", None, None),
-    ]  # fmt: skip
-    assert found.devices[-2].full_name == "Intel(R) AI Boost"
-    assert found.devices[-1].full_name == "cannot be used: GPU.2 has no FULL_DEVICE_NAME"
+    assert [(device.name, device.full_name, device.device, device.driver) for device in found.devices] == [
+        ("CPU", "Intel(R) Core(TM) Ultra", "cpu", None),
+        ("GPU.0", "Arc (iGPU)", "gpu", None),
+        ("GPU.1", "Arc (dGPU)", "gpu", None),
+        ("NPU", "Intel(R) AI Boost", "npu", "1005"),
+        ("GPU.2", "cannot be used: GPU.2 has no FULL_DEVICE_NAME", None, None),
+    ]
     for device in get_args(Device):
         require_device("openvino", device, found)
     manifest = manifest_for("openvino", "gpu", "GPU")
     for asked, opened in (("gpu.1", "GPU.1"), ("GPU.0", "GPU.0"), ("gpu", "GPU")):
         placement = place_draft(manifest, DraftChoice(device=asked), found)
         assert (placement.device, placement.open_on) == ("gpu", opened)
-    assert place_draft(manifest, DraftChoice(device="gpu.1"), found).words.endswith("OpenVINO on the GPU.1")
+        assert placement.words.endswith(f"OpenVINO on the {opened}")
     with pytest.raises(RuntimeUnavailable, match=r"sees no GPU\.2 on this machine, only CPU .*GPU\.1 \(Arc \(dGPU\)\)"):
         place_draft(manifest, DraftChoice(device="gpu.2"), found)
 
@@ -134,14 +129,6 @@ def test_a_device_that_cannot_be_is_refused(asked: str) -> None:
     """With the words that are expected."""
     with pytest.raises(ConfigError, match=r"--draft-device is .*; expected cpu, gpu or npu, or one .* such as gpu\.1"):
         DraftChoice(device=asked)
-
-
-def make_nodes(root: Path, *paths: str) -> Path:
-    """Files under `root`, as a system without an NPU can have them."""
-    for path in paths:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).touch()
-    return root
 
 
 NODE, DRIVER, RENDER = "dev/accel/accel0", "sys/module/intel_vpu/version", "dev/dri/renderD128"
@@ -166,16 +153,25 @@ def test_on_linux_the_first_thing_that_is_missing_is_named(
     """Kernel module, firmware, access, user-space driver: in the order in which they are needed. An NVIDIA GPU is ONNX
     Runtime's.
     """
-    told = advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    told = advice("linux", tmp_path, lambda node: may_use, "x86_64")
     assert said in told and (advice is npu_advice or "--runtime onnxruntime" in told)
 
 
-def test_elsewhere_the_vendors_driver_is_named() -> None:
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        (npu_advice("win32", machine="AMD64"), "Intel(R) AI Boost"),
+        (gpu_advice("win32", machine="AMD64"), "graphics driver"),
+        (provider_advice("gpu", "linux", "x86_64"), "onnxruntime-gpu"),
+        (provider_advice("npu", "win32", "AMD64"), "onnxruntime-qnn"),
+    ],
+)
+def test_elsewhere_the_vendors_driver_is_named(told: str, named: str) -> None:
     """Windows has drivers from its vendors; a Mac has none for OpenVINO."""
-    assert "Intel(R) AI Boost" in npu_advice("win32", machine="AMD64")
-    assert "graphics driver" in gpu_advice("win32", machine="AMD64")
-    assert "onnxruntime-gpu" in provider_advice("gpu", "linux", "x86_64")
-    assert "onnxruntime-qnn" in provider_advice("npu", "win32", "AMD64")
+    assert named in told
 
 
 @pytest.mark.parametrize(
@@ -184,22 +180,20 @@ def test_elsewhere_the_vendors_driver_is_named() -> None:
 def test_where_intels_plugins_are_not_built_nothing_of_theirs_is_advised(platform: str, machine: str) -> None:
     """No driver of Intel's, no emulation; a Mac's GPU is Metal's, and CUDA is named where NVIDIA's GPUs are."""
     assert not has_intel_plugins(platform, machine)
-    said = [npu_advice(platform, machine=machine), gpu_advice(platform, machine=machine)]
-    said += [provider_advice("npu", platform, machine), provider_advice("gpu", platform, machine)]
-    words = " ".join(said)
+    own = [npu_advice(platform, machine=machine), gpu_advice(platform, machine=machine)]
+    words = " ".join([*own, provider_advice("npu", platform, machine), provider_advice("gpu", platform, machine)])
     for wrong in ("intel_vpu", "level-zero", "opencl", "graphics driver", "AI Boost", "--emulate", "ep-openvino"):
         assert wrong not in words
     assert ("Metal" in words) == (platform == "darwin") and ("NVIDIA" in words) == (platform != "darwin")
     assert ("onnxruntime-directml" in words) == (platform == "win32")
-    assert "x86-64 Linux and Windows only" in said[0] and "x86-64 Linux and Windows only" in said[1]
+    assert all("x86-64 Linux and Windows only" in each for each in own)
 
 
 def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And asking for it elsewhere is one clear error."""
-    monkeypatch.setattr(discovery, "has_intel_plugins", lambda: True)
-    assert "--emulate-npu" in discovery.advice("openvino", "npu")
-    monkeypatch.setattr(discovery, "has_intel_plugins", lambda: False)
-    assert "--emulate-npu" not in discovery.advice("openvino", "npu")
+    for is_there in (True, False):
+        monkeypatch.setattr("outrider.edge.devices.discovery.has_intel_plugins", lambda is_there=is_there: is_there)
+        assert ("--emulate-npu" in advice("openvino", "npu")) == is_there
     monkeypatch.setattr(openvino.Core, "get_versions", lambda core, device: {})
     with pytest.raises(RuntimeUnavailable, match=r"no NPU plugin, .* draft with a bundle for the CPU"):
         npu_core(RuntimeOptions(emulate_npu=True))
@@ -207,14 +201,14 @@ def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.Monke
 
 def test_where_openvino_has_no_package_nobody_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by `outrider devices` nor by a runtime that is missing."""
-    for module in (discovery, extras):
-        monkeypatch.setattr(module, "has_openvino_package", lambda: False)
+    for module in ("edge.devices.discovery", "models.process.extras"):
+        monkeypatch.setattr(f"outrider.{module}.has_openvino_package", lambda: False)
     assert "pip install" not in install_advice("openvino") and "--runtime ngram" in install_advice("openvino")
     assert "edge-onnxruntime" in install_advice("onnxruntime")
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(RuntimeUnavailable, match=r"^OpenVINO is not made for this system .*--runtime onnxruntime"):
         require_device("openvino", "cpu")
-    missing = extras.missing_extra(ModuleNotFoundError(name="openvino"), "the openvino runtime", "edge")
+    missing = missing_extra(ModuleNotFoundError(name="openvino"), "the openvino runtime", "edge")
     assert "the openvino runtime needs OpenVINO, which is not made for this system" in str(missing)
 
 
@@ -222,11 +216,10 @@ def test_outrider_devices_lists_what_is_here_and_what_would_help(outrider: Outri
     """--json is one document with the same content."""
     document = json.loads(outrider("devices", "--json").out)
     assert document == json.loads(json.dumps(devices_as_json([find_runtime("openvino"), find_runtime("onnxruntime")])))
-    for entry in document["runtimes"]:
-        assert {device["device"] for device in entry["devices"]} >= {"cpu"}
     here = {(entry["runtime"], device["device"]) for entry in document["runtimes"] for device in entry["devices"]}
     missing = {(entry["runtime"], entry["device"]) for entry in document["missing"]}
-    assert missing == set(DRAFTS) - here and all(entry["help"] for entry in document["missing"])
+    assert here >= {("openvino", "cpu"), ("onnxruntime", "cpu")} and missing == set(DRAFTS) - here
+    assert all(entry["help"] for entry in document["missing"])
 
 
 def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_missing() -> None:
@@ -235,11 +228,10 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
         FoundDevice("CPUExecutionProvider", "a cpu", "cpu"),
         FoundDevice("XnnpackExecutionProvider", "x", None),
     )
-    nothing = FoundRuntime("openvino", None, ())
     for found, parts in (
         (CPU_ONLY, ["Some Processor", "--device cpu", "no NPU in OpenVINO", "no GPU in OpenVINO"]),
         (ALL_DEVICES["openvino"], ["a npu", "--device npu", "--device gpu"]),
-        (nothing, ['pip install "outrider[edge]"']),
+        (FoundRuntime("openvino", None, ()), ['pip install "outrider[edge]"']),
         (FoundRuntime("onnxruntime", None, ()), ['pip install "outrider[edge-onnxruntime]"']),
         (FoundRuntime("onnxruntime", "1", providers), ["no draft is made for it", "no GPU in ONNX Runtime"]),
     ):
@@ -247,21 +239,6 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
         show_devices(console, [found])
         assert all(part in out.getvalue() for part in parts), out.getvalue()
         assert ("no NPU" in out.getvalue()) == (found is CPU_ONLY)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_prompt", [15, 16, 17, 40])
-async def test_a_prompt_that_the_draft_cannot_hold_is_continued_by_the_cloud_alone(
-    server: FakeServer, mode: Mode, num_prompt: int
-) -> None:
-    """An NPU's positions are fixed at export: beyond them nothing is drafted, and the text is the same."""
-    request = whole(range(5, 5 + num_prompt), SamplingParams(0.7, seed=3), 12)
-    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=16))
-    async with VerifierClient(server.url) as client:
-        result = await make_agent(mode, Endpoints([client]), draft, "4").generate(request)
-    assert result.tokens == truth(request) and result.draft_error is None
-    assert result.num_drafted <= max(0, 16 - num_prompt) * 12  # a rejected one may be drafted again
-    assert (result.num_drafted > 0) == (num_prompt < 16)
 
 
 @pytest.fixture
@@ -273,13 +250,16 @@ def command(server: FakeServer, fake_bundle: Path) -> list[Any]:
 
 def test_a_run_says_what_drafted(outrider: Outrider, command: list[Any]) -> None:
     """In the summary and in the JSON; nothing where nothing drafts."""
-    shown = outrider(*command, "--runtime", "ngram")
-    assert "drafted by: n-gram lookup, no model" in shown.err
-    document = json.loads(outrider(*command, "--runtime", "ngram", "--json").out)
-    assert document["draft"] == Placement("ngram").as_json() and shown.out == document["text"]
-    alone = json.loads(outrider(*command, "--mode", "cloud-only", "--json").out)
-    assert alone["draft"] is None and alone["tokens"] == document["tokens"]
-    assert "drafted by" not in outrider(*command, "--mode", "cloud-only").err
+    texts = list[str]()
+    for how, words, data in (
+        (("--runtime", "ngram"), "drafted by: n-gram lookup, no model", Placement("ngram").as_json()),
+        (("--mode", "cloud-only"), "", None),
+    ):
+        shown, document = outrider(*command, *how), json.loads(outrider(*command, *how, "--json").out)
+        assert words in shown.err and ("drafted by" in shown.err) == bool(words)
+        assert document["draft"] == data and shown.out == document["text"]
+        texts.append(shown.out)
+    assert texts[0] == texts[1]
 
 
 def test_a_comparison_starts_from_nothing(fake_bundle: Path, outrider: Outrider) -> None:
@@ -297,32 +277,20 @@ def test_a_comparison_starts_from_nothing(fake_bundle: Path, outrider: Outrider)
 def test_a_comparison_of_a_text_that_is_too_short_is_refused(outrider: Outrider, command: list[Any]) -> None:
     """Eight tokens have no rate that a ratio could be made of; the texts are still compared."""
     document = json.loads(outrider(*command, "--runtime", "ngram", "--compare", "--json").out)
-    assert document["speed_up"] is None and document["speed_ups"] == [] and document["identical"] is True
+    assert document == document | {"speed_up": None, "speed_ups": [], "identical": True}
     assert document["speed_up_unknown"] in ("only 8 tokens", "the text came in one burst")
     about = outrider(*command, "--runtime", "ngram", "--compare").err
     assert "Too short to compare: " in about and "Raise --max-tokens." in about and "the same text" in about
 
 
 def test_the_prompt_is_read_from_standard_input_where_none_is_given(
-    server: FakeServer, fake_bundle: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+    outrider: Outrider, command: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newline that echo adds is no part of it; - says the same."""
-    options = [
-        "--cloud",
-        server.url,
-        "--draft",
-        fake_bundle,
-        "--seed",
-        "4",
-        "--max-tokens",
-        "6",
-        "--mode",
-        "cloud-only",
-    ]
-    texts = set()
-    for given, piped in ((["def def"], b""), ([], b"def def\n"), (["-"], b"def def")):
+    texts, (run, prompt, *options) = set[str](), command
+    for given, piped in (([prompt], b""), ([], prompt.encode() + b"\n"), (["-"], prompt.encode())):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
-        texts.add(outrider("run", *given, *options).out)
+        texts.add(outrider(run, *given, *options, "--mode", "cloud-only").out)
     assert len(texts) == 1
 
 
@@ -336,8 +304,8 @@ def test_a_provider_is_chosen_by_name_or_by_policy_and_the_one_that_ran_is_told(
     for asked in ("CPUExecutionProvider", "prefer-npu"):
         opened = open_drafter(bundle, DraftChoice(provider=asked), num_threads=1)
         opened.drafter.close()
-        assert opened.placement.words == "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"
-        assert opened.placement.notes == ()
+        found = opened.placement
+        assert (found.words, found.notes) == ("int8, ONNX Runtime on the CPU (CPUExecutionProvider)", ())
         assert ("no NPU took the model" in caplog.text) == (asked == "prefer-npu")
     for missing in (DraftChoice(provider="QNNExecutionProvider"), DraftChoice(device="npu")):
         with pytest.raises(RuntimeUnavailable, match="onnxruntime-qnn"):

@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from tests.agents import nowhere
@@ -18,7 +18,6 @@ from tests.serving import FakeServer, serve_fake
 from tests.test_edge_doctor_parts import find_cpu
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.doctor import examine as examination
 from outrider.edge.doctor.cloud import CloudReport
 from outrider.edge.doctor.examine import (
     check_runtimes,
@@ -35,8 +34,8 @@ PROFILE = TimedDraft(words="int8, OpenVINO on the CPU", open_s=0.5, calls_ms={1:
 def place(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache and a configuration of this test's own, and no child processes: they take a second each."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(examination, "check_runtimes", lambda: check_runtimes(find_cpu, tmp_path))
-    monkeypatch.setattr(examination, "profile_draft", lambda *_: PROFILE)
+    monkeypatch.setattr("outrider.edge.doctor.examine.check_runtimes", lambda: check_runtimes(find_cpu, tmp_path))
+    monkeypatch.setattr("outrider.edge.doctor.examine.profile_draft", lambda *_: PROFILE)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,7 @@ def test_each_named_draft_is_checked(fake_bundle: Path, tmp_path: Path, outrider
 def test_all_is_well(guarded: FakeServer, fake_bundle: Path, doctor: Doctor) -> None:
     """Every part has its line, none is a fault, and the exit status is 0."""
     code, found = doctor("--server", guarded.url, "--draft", str(fake_bundle), "--api-key", KEY)
-    assert code == 0
-    assert list(found) == [
+    assert code == 0 and list(found) == [
         "configuration", "Python", "packages", "OpenVINO", "ONNX Runtime", "NPU", "GPU", "draft",
         "DNS", "TCP", "HTTP", "key", "protocol", "server", "round trip", "clock", "tokenizer",
         *(name for name in found if name in ("draft's device", "load", "speed")), "memory", "disk", "power",
@@ -111,23 +109,15 @@ def test_a_wrong_key_is_a_fault(
     if key is not None:
         monkeypatch.setenv("OUTRIDER_API_KEY", key)
     code, findings = doctor("--server", guarded.url)
-    assert code == 1 and findings["key"]["found"] == found and findings["key"]["advice"] == advice
+    assert (code, findings["key"]["found"], findings["key"]["advice"]) == (1, found, advice)
     assert findings["HTTP"]["status"] == "ok" and "round trip" not in findings
 
 
-def test_a_key_that_no_server_asks_for_is_not_sent(
-    server: FakeServer, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_no_server_asks_for_is_not_sent(server: FakeServer, doctor: Doctor) -> None:
     """Nor is one needed."""
-    sent, get = [], CloudReport._get
-
-    def record(*given: Any) -> Any:
-        sent.append(given[2:])
-        return get(*given)
-
-    monkeypatch.setattr(CloudReport, "_get", record)
-    assert doctor("--server", server.url, "--api-key", KEY)[1]["key"]["found"] == "the server requires none"
-    assert len(sent) > 10 and all(KEY not in each for each in sent)
+    with patch.object(CloudReport, "_get", autospec=True, side_effect=CloudReport._get) as get:
+        assert doctor("--server", server.url, "--api-key", KEY)[1]["key"]["found"] == "the server requires none"
+    assert get.call_count > 10 and all(KEY not in (*each.args, *each.kwargs.values()) for each in get.call_args_list)
 
 
 def test_a_damaged_bundle_is_a_fault(server: FakeServer, fake_bundle: Path, doctor: Doctor) -> None:
@@ -136,29 +126,26 @@ def test_a_damaged_bundle_is_a_fault(server: FakeServer, fake_bundle: Path, doct
     code, found = doctor("--server", server.url, "--draft", str(fake_bundle))
     assert code == 1 and "openvino_model.bin is altered" in found["draft"]["found"]
     assert (found["draft"]["status"], found["draft"]["advice"]) == ("fault", "copy the bundle again")
-    assert "tokenizer" not in found and "draft's device" not in found and found["round trip"]["status"] == "ok"
+    assert not found.keys() & {"tokenizer", "draft's device"} and found["round trip"]["status"] == "ok"
 
 
 def test_a_broken_configuration_is_a_fault_and_the_rest_is_checked(
     config: Path, server: FakeServer, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Line and key are named; variables that nothing reads too."""
-
-    def examined(text: str) -> tuple[int, dict[str, dict[str, str]]]:
-        config.write_text(text, encoding="utf-8")
-        return doctor("--server", server.url)
-
-    code, found = examined("[run]\nmax_tokens = 'x'\n")
-    assert code == 1 and f"{config}, line 2: run.max_tokens is 'x'" in found["configuration"]["found"]
-    assert found["configuration"]["advice"] == "expected a whole number, at least 1"
-    assert found["clock"]["status"] == "ok"
-    assert "is not TOML" in examined("[run\n")[1]["configuration"]["found"]
-    code, found = examined("[common]\nmax_tokens = 1000\n")
-    assert code == 0 and found["configuration"]["status"] == "warning"
-    assert found["configuration"]["advice"].endswith("at most 512 for `outrider demo`")
     monkeypatch.setenv("OUTRIDER_MAX_TOKNS", "3")
-    code, found = examined("")
-    assert code == 0 and found["environment"]["advice"] == "did you mean OUTRIDER_MAX_TOKENS?"
+    for text, expected, status, words, advice in (
+        ("[run]\nmax_tokens = 'x'\n", 1, "fault", f"{config}, line 2: run.max_tokens is 'x'", "number, at least 1"),
+        ("[run\n", 1, "fault", "is not TOML", ""),
+        ("[common]\nmax_tokens = 1000\n", 0, "warning", "", "at most 512 for `outrider demo`"),
+        ("", 0, "ok", "", ""),
+    ):
+        config.write_text(text, encoding="utf-8")
+        code, found = doctor("--server", server.url)
+        about = found["configuration"]
+        assert (code, about["status"], found["clock"]["status"]) == (expected, status, "ok")
+        assert words in about["found"] and about["advice"].endswith(advice)
+    assert found["environment"]["advice"] == "did you mean OUTRIDER_MAX_TOKENS?"
 
 
 def test_several_clouds_are_examined_each_with_its_own_key(config: Path, guarded: FakeServer, doctor: Doctor) -> None:
@@ -203,38 +190,31 @@ def test_whatever_answers_is_reported_without_a_traceback(doctor: Doctor, answer
     assert code == 1 and len(faults) == 1 and found in faults[0]["found"] and faults[0]["advice"]
 
 
-def test_a_name_without_address_and_a_wrong_address_are_faults(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection is tried then."""
+def test_what_cannot_be_asked_is_a_fault(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without an address, a wrong address, an address whose password all could read: nothing is asked then."""
 
-    def fail(*_: object, **__: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr("outrider.edge.doctor.cloud.socket.getaddrinfo", fail)
+    unknown = Mock(side_effect=socket.gaierror(-2, "Name or service not known"))
+    monkeypatch.setattr("outrider.edge.doctor.cloud.socket.getaddrinfo", unknown)
     monkeypatch.setattr("outrider.edge.doctor.cloud.urllib.request.getproxies", dict)
     code, found = doctor("--server", "https://nowhere.invalid")
     assert code == 1 and found["DNS"]["found"] == "nowhere.invalid has no address (Name or service not known)"
     assert "TCP" not in found
     code, found = doctor("--server", "ftp://me:secret@x")
     assert code == 1 and found["cloud"]["found"].startswith("'ftp://***@x' is no address")
-
-
-def test_an_addresss_password_is_not_sent_unencrypted(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anything else asked then."""
-    monkeypatch.setattr("outrider.edge.doctor.cloud.CloudReport._check_direct", lambda *_, **__: iter(()))
-    monkeypatch.setattr("outrider.edge.doctor.cloud.urllib.request.getproxies", dict)
+    # An address's password is not sent unencrypted; nor is anything else asked then.
+    monkeypatch.setattr(CloudReport, "_check_direct", lambda *_, **__: iter(()))
     code, found = doctor("--server", "http://me:hunter2@cloud.invalid")
     assert code == 1 and found["key"]["found"].startswith("not sent") and "HTTP" not in found
 
 
 def test_a_proxy_is_used_and_named_without_its_password(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are not looked up here then: the proxy does."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     with raw_server(writes(http_answer(status="502 Bad Gateway"))) as server:
-        proxy = server.url
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
+        monkeypatch.setenv("http_proxy", server.url.replace("//", "//me:secret@"))
         code, found = doctor("--server", "http://cloud.invalid")
-    assert code == 1 and found["proxy"]["found"] == f"requests go through {proxy.replace('//', '//***@')}"
+    assert code == 1 and found["proxy"]["found"] == f"requests go through {server.url.replace('//', '//***@')}"
     assert "DNS" not in found and "answers 502" in found["HTTP"]["found"]
 
 
@@ -250,8 +230,8 @@ def test_tls_is_checked_as_the_agent_checks_it(
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         found = doctor("--server", encrypted.url)[1]
         assert found["TLS"]["found"].startswith("TLSv1.3, certificate valid until ") and "HTTP" in found
-    found = doctor("--server", server.url.replace("http:", "https:"))[1]
-    assert "no TLS there" in found["TLS"]["found"] and "http://" in found["TLS"]["advice"]
+    tls = doctor("--server", server.url.replace("http:", "https:"))[1]["TLS"]
+    assert "no TLS there" in tls["found"] and "http://" in tls["advice"]
 
 
 def test_a_server_that_is_not_ready_is_a_fault(doctor: Doctor) -> None:
@@ -265,26 +245,21 @@ def test_a_server_that_is_not_ready_is_a_fault(doctor: Doctor) -> None:
 
 def test_the_pulled_draft_is_examined(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that `run` takes for the server's target, before the reference draft; damaged, `outrider pull` helps."""
-    profiled: list[str] = []
-
-    def profile(path: str, *_: object) -> TimedDraft:
-        profiled.append(path)
-        return PROFILE
-
-    monkeypatch.setattr(examination, "profile_draft", profile)
+    monkeypatch.setattr("outrider.edge.doctor.examine.profile_draft", profile := Mock(return_value=PROFILE))
     shelf = Shelf(tmp_path / "cache" / "drafts")
     reference = make_draft(tmp_path / "cache" / "pairs" / "a" / "draft").path
     with serve_fake() as server:
-        assert doctor("--server", server.url)[0] == 0 and profiled == [str(reference)]
+        asked = ("--server", server.url)
+        assert doctor(*asked)[0] == 0
         pulled = make_draft(shelf.root / "new", content=b"1").path.rename(shelf.place("1" * 64))
         make_draft(shelf.root / "newer", content=b"2").path.rename(shelf.place("2" * 64))
         target = str(server.core.model.target)
         shelf.note("1" * 64, target, PulledFor(model="fake", server=server.url, name="cpu", at_s=1.0))
-        code, found = doctor("--server", server.url)
-        assert code == 0 and profiled[1:] == [str(pulled)] and "share one" in found["tokenizer"]["found"]
-        assert doctor("--server", server.url, "--draft", "reference")[0] == 0 and profiled[2:] == [str(reference)]
+        code, found = doctor(*asked)
+        assert code == doctor(*asked, "--draft", "reference")[0] == 0 and "share one" in found["tokenizer"]["found"]
+        assert [call.args[0] for call in profile.call_args_list] == list(map(str, (reference, pulled, reference)))
         (pulled / "openvino_model.bin").write_bytes(b"damaged")
-        code, found = doctor("--server", server.url)
+        code, found = doctor(*asked)
         assert code == 1 and found["draft"]["advice"] == "run `outrider pull` again"
         assert found["draft"]["found"] == f"the one pulled for fake is damaged, at {pulled}"
 
@@ -293,6 +268,6 @@ def test_one_real_examination(
     fake_bundle: Path, server: FakeServer, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the installed packages and a probe in its own process, through the command."""
-    monkeypatch.setattr(examination, "profile_draft", profile_draft)
+    monkeypatch.setattr("outrider.edge.doctor.examine.profile_draft", profile_draft)
     code, found = doctor("--server", server.url, "--draft", str(fake_bundle), "--runtime", "ngram")
     assert code == 0 and "n-gram" in found["draft's device"]["found"]

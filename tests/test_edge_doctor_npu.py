@@ -6,7 +6,6 @@ import getpass
 import platform
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.commands import Outrider
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import fake_tokenizer
 from tests.test_bundle import make_manifest
 from tests.tiny_models import export_openvino, make_tiny_model
 
 from outrider.edge.cli.doctor_screen import draft_for_npu
 from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.doctor import npu
-from outrider.edge.doctor.npu import MAX_LINES, NOT_HARDWARE, WIDTH, NpuReport, examine_npu, system_npu, without_names
+from outrider.edge.doctor.npu import (
+    MAX_LINES,
+    NOT_HARDWARE,
+    PROPERTIES,
+    WIDTH,
+    NpuReport,
+    examine_npu,
+    system_npu,
+    without_names,
+)
 from outrider.edge.doctor.npu_steps import LEAST_POSITIONS, POSITIONS, PROMPT, Place, Step, fixed_tokens, fork, scores
 from outrider.edge.doctor.probe import ProbeFailed
 from outrider.edge.store.shelf import PulledFor, Shelf
@@ -30,7 +38,6 @@ from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.runtimes.base import ModelLimits
 
 REAL = DraftChoice(device="npu")
 SHAPES = StaticShapes(prompt_len=64, response_len=128, step_len=4)
@@ -82,8 +89,7 @@ def test_the_block_of_an_emulated_npu(
     shown = outrider("doctor", "--npu", "--emulate-npu", "--draft", draft.path, "--threads", "1")
     assert "fork on the NPU" in shown.err
     found = lines_of(shown.out.rstrip("\n"))
-    assert "FAILED" not in shown.out, shown.out
-    assert NOT_HARDWARE in shown.out.splitlines()[2]
+    assert "FAILED" not in shown.out and NOT_HARDWARE in shown.out.splitlines()[2], shown.out
     for name in ("load, first time", "load again", "1 node(s)", "4 node(s)", f"prompt of {SHAPES.prompt_len}"):
         assert re.match(r"[\d.]+ m?s", found[name]), name
     assert found["equal picks"].startswith(f"{POSITIONS} of {POSITIONS} greedy")
@@ -113,6 +119,10 @@ def shortened(draft: Bundle, response_len: int) -> Bundle:
     return replace(draft, manifest=draft.manifest.model_copy(update={"static_shapes": shapes}))
 
 
+ROWS = np.zeros((POSITIONS, 300), np.float32)
+ROWS[:, 5] = 9.0
+
+
 @dataclass(slots=True)
 class Steps:
     """Answers of the steps, in place of processes. failing: steps that raise. rows: scores by place."""
@@ -123,14 +133,11 @@ class Steps:
     asked: list[tuple[Step, Place]] = field(default_factory=list)
 
     def __call__(self, step: Step, place: Place, bundle: str, *rest: Any) -> dict[str, Any]:
-        folder = Path(rest[2])
         self.asked.append((step, place))
         if (step, place) in self.failing:
-            raise ProbeFailed(self.failing[step, place].format(bundle=bundle, folder=folder))
+            raise ProbeFailed(self.failing[step, place].format(bundle=bundle, folder=rest[2]))
         if step == "scores":
-            flat = np.zeros((POSITIONS, 300), np.float32)
-            flat[:, 5] = 9.0
-            np.save(folder / place, self.rows.get(place, flat))
+            np.save(Path(rest[2]) / place, self.rows.get(place, ROWS))
         times = {"prompt_tokens": 64, "prompt_ms": 3.0, "calls_ms": {"1": 18.49, "16": 22.84}}
         right = {"num_equal": 7, "num_rows": 7, "delta": 0.01, "scale": 9.0}
         loaded = {"open_s": 2.0, "memory_mb": 100.0, "max_branches": 16, "max_positions": 192}
@@ -141,10 +148,10 @@ class Steps:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Steps of a machine with a working NPU."""
     found = Steps()
-    properties = dict.fromkeys(npu.PROPERTIES) | {"FULL_DEVICE_NAME": "Intel(R) AI Boost", "NPU_DRIVER_VERSION": "32.0"}
+    properties = dict.fromkeys(PROPERTIES) | {"FULL_DEVICE_NAME": "Intel(R) AI Boost", "NPU_DRIVER_VERSION": "32.0"}
     facts = {"version": "2026.4.1", "devices": ["CPU", "NPU"], "processor": "Ultra", "npus": {"NPU": properties}}
-    monkeypatch.setattr(npu, "ask_openvino", lambda properties: facts)
-    monkeypatch.setattr(npu, "run_npu_step", found)
+    monkeypatch.setattr("outrider.edge.doctor.npu.ask_openvino", lambda properties: facts)
+    monkeypatch.setattr("outrider.edge.doctor.npu.run_npu_step", found)
     return found
 
 
@@ -153,8 +160,7 @@ def test_what_openvino_says_of_an_npu_is_in_the_block(draft: Bundle, steps: Step
     report, found = examined(draft)
     assert not report.is_faulty and NOT_HARDWARE not in report.text
     named = {"NPU name": "Intel(R) AI Boost", "NPU driver": "32.0", "NPU compiler": "not reported"}
-    assert found | named == found
-    assert found["16 node(s)"].split() == ["22.84", "ms", "22.84", "ms"]
+    assert found | named == found and found["16 node(s)"].split() == ["22.84", "ms", "22.84", "ms"]
 
 
 @pytest.mark.parametrize("step", ["times", "scores", "fork"])
@@ -174,68 +180,47 @@ def test_a_draft_that_does_not_load_is_not_tried_again(draft: Bundle, steps: Ste
     assert [place for _, place in steps.asked] == ["npu", "cpu", "cpu"]
 
 
-def test_an_npu_that_computes_something_else_is_a_fault(draft: Bundle, steps: Steps) -> None:
+@pytest.mark.parametrize(
+    ("rows", "fork", "is_faulty", "name", "words"),
+    [
+        (ROWS + np.float32(0.2), {}, False, "logits", "largest difference 0.2"),
+        (np.roll(ROWS, 1, axis=1), {}, True, "logits", "FAILED: largest difference 9"),
+        (np.roll(ROWS, 1, axis=1), {}, True, "equal picks", f"0 of {POSITIONS} greedy"),
+        (np.full_like(ROWS, np.nan), {}, True, "equal picks", "FAILED"),
+        (ROWS, {"delta": 3.0, "num_equal": 2}, True, "fork, cut back", "FAILED: 2 of 7 best tokens"),
+        (ROWS, {"delta": None, "num_equal": 2}, True, "fork, cut back", "FAILED: 2 of 7 best tokens"),
+    ],
+    ids=["a little", "other logits", "other picks", "no numbers", "another fork", "a fork without numbers"],
+)
+def test_an_npu_that_computes_something_else_is_a_fault(
+    draft: Bundle,
+    steps: Steps,
+    rows: NDArray[np.float32],
+    fork: dict[str, Any],
+    is_faulty: bool,
+    name: str,
+    words: str,
+) -> None:
     """Beyond what the draft's check allows; below it the difference is only told."""
-    rows = np.zeros((POSITIONS, 300), np.float32)
-    rows[:, 5] = 9.0
-    steps.rows["npu"] = rows + np.float32(0.2)
-    assert "largest difference 0.2" in examined(draft)[1]["logits"]
-    steps.rows["npu"] = np.roll(rows, 1, axis=1)
+    steps.rows["npu"], steps.fork = rows, fork
     report, found = examined(draft)
-    assert report.is_faulty and found["logits"].startswith("FAILED: largest difference 9")
-    assert found["equal picks"].startswith(f"0 of {POSITIONS} greedy")
-    steps.rows["npu"] = np.full_like(rows, np.nan)
-    assert examined(draft)[1]["equal picks"].startswith("FAILED")
+    assert report.is_faulty == is_faulty and found[name].startswith(words)
 
 
-@pytest.mark.parametrize("delta", [3.0, None])
-def test_a_wrong_fork_is_a_fault(delta: float | None, draft: Bundle, steps: Steps) -> None:
-    """Also where its logits are not finite."""
-    steps.fork = {"delta": delta, "num_equal": 2}
-    report, found = examined(draft)
-    assert report.is_faulty and "FAILED: 2 of 7 best tokens" in found["fork, cut back"]
-
-
-class Cutting:
-    """A runtime whose logits follow from all tokens; after a cut it may forget that it was cut."""
-
-    def __init__(self, *, forgets: bool, max_branches: int = 1) -> None:
-        self.limits = ModelLimits(50, 1000)
-        self.tokens: list[int] = []
-        self.forgets, self.max_branches, self._extra = forgets, max_branches, 0
-        self.longest = 0
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def _row(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        seed = hash((tuple(tokens), self._extra)) % 2**32
-        return np.random.default_rng(seed).normal(size=self.limits.vocab_size).astype(np.float32)
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self.tokens += tokens
-        self.longest = max(self.longest, len(self.tokens))
-        return self._row(self.tokens)
-
-    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        return np.stack([self._row([*self.tokens, *branch]) for branch in branches])
+class Forgetting(FakeSequenceRuntime):
+    """After a cut it answers as another model would, until it begins anew."""
 
     def truncate(self, length: int) -> None:
-        self._extra = len(self.tokens) if self.forgets and length else 0
-        del self.tokens[length:]
-
-    def close(self) -> None:
-        return None
+        self._seed = np.uint64(self.length if length else 0)
+        super().truncate(length)
 
 
 @pytest.mark.parametrize("max_branches", [1, 16])
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_cut_that_leaves_a_trace_is_found(forgets: bool, max_branches: int) -> None:
+@pytest.mark.parametrize("kind", [FakeSequenceRuntime, Forgetting])
+def test_a_cut_that_leaves_a_trace_is_found(kind: type[FakeSequenceRuntime], max_branches: int) -> None:
     """By comparing each row with a run from the start."""
-    found = fork(Cutting(forgets=forgets, max_branches=max_branches), list(range(1, PROMPT + 20)))
-    assert found["num_rows"] == 7 and (found["num_equal"] == 7) != forgets
-    assert (found["delta"] > 0.0) == forgets
+    found = fork(kind(max_branches=max_branches), list(range(1, PROMPT + 20)))
+    assert found["num_rows"] == 7 and (found["num_equal"] < 7) == (found["delta"] > 0.0) == (kind is Forgetting)
 
 
 @pytest.mark.parametrize(
@@ -252,36 +237,29 @@ def test_a_cut_that_leaves_a_trace_is_found(forgets: bool, max_branches: int) ->
         ("/data/secret dir/x.xml is gone", "<path> is gone"),
         ("No such file: '/data/secret dir/my x.xml' [2]", "No such file: '<path>' [2]"),
         ("~ann/secret dir/x", "<path>"),
+        ("ann on anns-laptop.home, or anns-laptop: planned", "<name> on <name>, or <name>: planned"),
     ],
 )
-def test_no_path_stays_in_a_reason(text: str, left: str | None) -> None:
-    """Addresses and the NPU's device node are no such paths."""
-    assert without_names(text) == (text if left is None else left)
-
-
-def test_no_name_of_user_or_machine_stays_in_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As whole words only."""
+def test_no_path_and_no_name_stays_in_a_reason(text: str, left: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and the NPU's device node are no such paths; names are the user's and the machine's, as whole words."""
     monkeypatch.setattr("getpass.getuser", lambda: "ann")
     monkeypatch.setattr("platform.node", lambda: "anns-laptop.home")
-    left = without_names("ann on anns-laptop.home, or anns-laptop: planned")
-    assert left == "<name> on <name>, or <name>: planned"
+    assert without_names(text) == (text if left is None else left)
 
 
 def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> None:
     """Both places compare the positions that the draft has."""
-    tokens = fixed_tokens(shortened(draft, 16))
+    tokens, runtime = fixed_tokens(shortened(draft, 16)), FakeSequenceRuntime(vocab_size=300, max_positions=32)
     assert len(tokens) == LEAST_POSITIONS == 32
-    runtime = Cutting(forgets=False)
-    assert scores(runtime, tokens).shape == (16, 50) and len(runtime.tokens) < 32
+    assert scores(runtime, tokens).shape == (16, 300) and runtime.length < 32
     runtime.truncate(0)
-    assert fork(runtime, tokens)["num_equal"] == 7 and runtime.longest <= 32
+    assert fork(runtime, tokens)["num_equal"] == 7
 
 
 def test_a_draft_of_too_short_texts_is_said_to_be_one(draft: Bundle, steps: Steps) -> None:
     """That is no fault of the device: nothing has FAILED."""
     report, found = examined(shortened(draft, 8))
-    assert not report.is_faulty and steps.asked == [("load", "npu")]
-    assert found["load, first time"].split()[0] == "2.00"
+    assert not report.is_faulty and steps.asked == [("load", "npu")] and found["load, first time"].startswith("2.00 ")
     assert found["other steps"] == "not run: the draft takes texts of at most 24 tokens, and they need 32"
 
 
@@ -292,14 +270,13 @@ def test_what_is_too_much_for_the_block_is_counted() -> None:
         report.add(f"NPU {index}", "property", importance=0)
         report.add(f"time {index}", "5 ms")
     report.fail("fork, cut back", "why")
-    lines = report.text.splitlines()
-    assert len(lines) == MAX_LINES and lines[-2] == "... 4 lines left out" and "FAILED: why" in lines[-3]
-    assert sum("property" in line for line in lines) == 26 and sum("5 ms" in line for line in lines) == 30
-    for index in range(40):
-        report.add(f"more {index}", "9 ms")
-    lines = report.text.splitlines()
-    assert len(lines) == MAX_LINES and lines[-2] == "... 44 lines left out" and "property" not in report.text
-    assert "FAILED: why" in report.text and sum("9 ms" in line for line in lines) == 26
+    for num_more, num_out, counts in ((0, 4, (26, 30, 0)), (40, 44, (0, 30, 26))):
+        for index in range(num_more):
+            report.add(f"more {index}", "9 ms")
+        lines = report.text.splitlines()
+        assert len(lines) == MAX_LINES and lines[-2] == f"... {num_out} lines left out"
+        assert tuple(sum(word in line for line in lines) for word in ("property", "5 ms", "9 ms")) == counts
+        assert "FAILED: why" in lines[-3 - counts[2]]
 
 
 def test_the_block_stays_small() -> None:
@@ -310,19 +287,19 @@ def test_the_block_stays_small() -> None:
         report.add(f"line {index}", "word " * 100)
     lines = report.text.splitlines()
     assert len(lines) <= MAX_LINES and max(map(len, lines)) <= WIDTH and lines[-2].endswith("lines left out")
-    assert report.text.isascii() and report.text.isprintable() is False and "\x1b" not in report.text
+    assert report.text.isascii() and "\x1b" not in report.text
     assert [line for line in lines if "`" in line] == ["```text", "```"]
 
 
 def test_what_the_system_shows_of_an_npu(tmp_path: Path) -> None:
     """The node, whether this user may open it, the module."""
-    assert system_npu(tmp_path) == "no /dev/accel/accel0"
-    node = tmp_path / "dev" / "accel" / "accel0"
-    node.parent.mkdir(parents=True)
-    node.touch()
-    assert system_npu(tmp_path) == "/dev/accel/accel0: this user may open it; intel_vpu is not loaded"
-    (tmp_path / "sys" / "module" / "intel_vpu").mkdir(parents=True)
-    assert system_npu(tmp_path).endswith("intel_vpu is loaded")
+    for new, found in (
+        ("dev/accel", "no /dev/accel/accel0"),
+        ("dev/accel/accel0", "/dev/accel/accel0: this user may open it; intel_vpu is not loaded"),
+        ("sys/module/intel_vpu", "/dev/accel/accel0: this user may open it; intel_vpu is loaded"),
+    ):
+        (tmp_path / new).mkdir(parents=True)
+        assert system_npu(tmp_path) == found
 
 
 def test_the_draft_is_the_named_one_or_the_latest_pulled_for_an_npu(
@@ -333,18 +310,19 @@ def test_the_draft_is_the_named_one_or_the_latest_pulled_for_an_npu(
     monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
     assert "'torch' is not installed" in str(draft_for_npu("auto", REAL))
     shelf = Shelf()
-    for sha256, device, at_s in (("a" * 64, "npu", 1.0), ("b" * 64, "npu", 2.0), ("c" * 64, "cpu", 3.0)):
-        shapes: dict[str, Any] = {"static_shapes": SHAPES if device == "npu" else None}
-        write_draft(shelf.place(sha256), device=device, **shapes)
-        shelf.note(sha256, "t", PulledFor(model="m", server="http://127.0.0.1", name=device, at_s=at_s))
+    for letter, device, shapes, at_s in (("a", "npu", SHAPES, 1.0), ("b", "npu", SHAPES, 2.0), ("c", "cpu", None, 3.0)):
+        write_draft(shelf.place(letter * 64), device=device, static_shapes=shapes)
+        shelf.note(letter * 64, "t", PulledFor(model="m", server="http://127.0.0.1", name=device, at_s=at_s))
     found = draft_for_npu("auto", REAL)
     assert isinstance(found, Bundle) and found.path == shelf.place("b" * 64)
     assert isinstance(draft_for_npu(str(found.path), DraftChoice(device="npu.1")), Bundle)
     assert isinstance(draft_for_npu("reference", REAL), str)
-    with pytest.raises(ConfigError, match="--device npu"):
-        draft_for_npu(str(shelf.place("c" * 64)), REAL)
-    with pytest.raises(BundleError, match="expected a bundle"):
-        draft_for_npu(str(tmp_path / "none"), REAL)
+    for wrong, error, words in (
+        (shelf.place("c" * 64), ConfigError, "--device npu"),
+        (tmp_path / "none", BundleError, "expected a bundle"),
+    ):
+        with pytest.raises(error, match=words):
+            draft_for_npu(str(wrong), REAL)
 
 
 def test_a_block_without_a_draft_says_so(steps: Steps) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from tests.fake_runtime import FakeSequenceRuntime
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Calibration, forced_guess, shared_guess
@@ -19,56 +18,42 @@ from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.state import GrammarState
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.processors.processor_plan import ProcessorPlan
-from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
+from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import SessionRequest
 
 VOCAB = 30
 SAMPLED = SamplingParams(0.8, seed=4)
-SEEDS = st.integers(0, 1 << 32)
 
 
-class Unbranched:
-    """A fake runtime that takes no branches, and counts the tokens that it runs."""
+class Unbranched(FakeSequenceRuntime):
+    """Takes no branches."""
 
-    def __init__(self, max_positions: int = 64) -> None:
-        self._inner = FakeSequenceRuntime(vocab_size=VOCAB, max_positions=max_positions, agreement=0.7)
-        self.num_run = 0
-        self.truncate, self.close = self._inner.truncate, self._inner.close
+    extend_branches = extend_branches_of = open_sequence = None  # type: ignore[assignment]
 
-    @property
-    def limits(self) -> ModelLimits:
-        return self._inner.limits
 
-    @property
-    def length(self) -> int:
-        return self._inner.length
-
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self.num_run += len(tokens)
-        return self._inner.extend(tokens)
+HOW: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": 64, "agreement": 0.7}
 
 
 def branched(max_branches: int, max_positions: int = 64) -> FakeSequenceRuntime:
     """The same language, with branches."""
-    return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=max_positions, agreement=0.7, max_branches=max_branches)
+    return FakeSequenceRuntime(max_branches=max_branches, **HOW | {"max_positions": max_positions})
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "one sequence": lambda: ModelDrafter(Unbranched()),
+    "one sequence": lambda: ModelDrafter(Unbranched(**HOW)),
     "branches": lambda: ModelDrafter(branched(3)),
     "lookup": NgramDrafter,
     "mixed": lambda: ModelDrafter(branched(8)).with_lookup(),
-    "mixed, one sequence": lambda: ModelDrafter(Unbranched()).with_lookup(),
+    "mixed, one sequence": lambda: ModelDrafter(Unbranched(**HOW)).with_lookup(),
 }
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @settings(deadline=None, max_examples=30)
-@given(seed=SEEDS)
+@given(seed=st.integers(0, 1 << 32))
 def test_guesses_are_those_of_a_fresh_drafter(kind: str, seed: int) -> None:
     """After any branches, commits along them or across them, new texts, and at the longest sequence too."""
     chance, drafter = random.Random(seed), DRAFTERS[kind]()
@@ -98,8 +83,7 @@ def test_guesses_are_those_of_a_fresh_drafter(kind: str, seed: int) -> None:
         fresh.begin(text, SAMPLED)
         found = drafter.guess(branches, width)
         assert found == [fresh.guess([branch], width)[0] for branch in branches]
-        if "lookup" not in kind:
-            assert [bool(guesses) for guesses in found] == [len(text) + len(branch) < 64 for branch in branches]
+        assert kind == "lookup" or list(map(bool, found)) == [len(text) + len(branch) < 64 for branch in branches]
         assert drafter.continuation(5) == fresh.continuation(5)
     drafter.close()
     drafter.close()
@@ -118,68 +102,61 @@ def test_the_first_guess_is_what_pick_takes() -> None:
 
 def test_a_fork_costs_only_its_own_tokens() -> None:
     """One sequence is cut back to the fork; several branches are one call."""
-    runtime = Unbranched()
+    run = list[int]()
+    runtime = Unbranched(on_step=run.extend, **HOW)
     drafter = ModelDrafter(runtime)
     assert isinstance(runtime, SequenceRuntime) and not isinstance(runtime, BranchingRuntime)
     drafter.begin([1] * 20, SAMPLED)
-    drafter.guess([[]], 2)
-    drafter.guess([[2]], 2)
-    drafter.guess([[2, 3]], 2)
-    assert runtime.num_run == 22 and drafter.max_branches == 1
+    for branch in ([], [2], [2, 3]):
+        drafter.guess([branch], 2)
+    assert (len(run), drafter.max_branches) == (22, 1)
     drafter.guess([[2, 4]], 2)
     drafter.extend([2, 4])
     drafter.guess([[5]], 2)
-    assert runtime.num_run == 24
-    calls: list[int] = []
-    together = FakeSequenceRuntime(
-        vocab_size=VOCAB, on_branches=lambda branches: calls.append(len(branches)), max_branches=4
-    )
+    assert len(run) == 24
+    calls = list[int]()
+    together = FakeSequenceRuntime(vocab_size=VOCAB, on_branches=lambda each: calls.append(len(each)), max_branches=4)
     several = ModelDrafter(together)
-    assert several.max_branches == 4
     several.begin([1] * 20, SAMPLED)
     several.guess([[2], [3], [2, 4], [5], [6]], 2)
-    assert calls == [4, 1]
+    assert (calls, several.max_branches) == ([4, 1], 4)
 
 
 def test_a_draft_has_no_guess_after_a_token_that_it_does_not_have() -> None:
     """A target that is padded further may pick one; another text goes on, and so does a branch without it."""
-    for runtime in (FakeSequenceRuntime(vocab_size=VOCAB), Unbranched()):
+    for runtime in (FakeSequenceRuntime(vocab_size=VOCAB), Unbranched(**HOW)):
         drafter = ModelDrafter(runtime, 12)
         drafter.begin([1, 2, 3], SamplingParams())
-        assert drafter.guess([[]], 2) != [[]]
-        first, second = drafter.guess([[4], [VOCAB]], 2)
-        assert first and not second
+        first, second, third = drafter.guess([[], [4], [VOCAB]], 2)
+        assert first and second and not third
         drafter.extend([VOCAB])
         assert drafter.guess([[], [1]], 2) == [[], []] and drafter.length == 4
         drafter.extend([4])
         assert drafter.guess([[]], 2) == [[]]
-        drafter.begin([1, 2, 3, 4], SamplingParams())
-        assert drafter.guess([[]], 2) != [[]]
-        drafter.begin([1, VOCAB + 10, 3], SamplingParams())
-        assert drafter.guess([[]], 2) == [[]]
+        for text, has_guess in (([1, 2, 3, 4], True), ([1, VOCAB + 10, 3], False)):
+            drafter.begin(text, SamplingParams())
+            assert (drafter.guess([[]], 2) != [[]]) == has_guess
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
     """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""
-    params = SamplingParams(temperature=temperature, seed=3)
-    known, proposed = 12, {}
-    for num_ids in (None, known):
+    for num_ids in (None, 12):
         drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=300), num_ids)
-        drafter.begin([1, 2, 3], params)
-        proposed[num_ids] = list[int]()
-        branch: list[int] = []
+        drafter.begin([1, 2, 3], SamplingParams(temperature=temperature, seed=3))
+        branch, proposed = list[int](), list[int]()
         for _ in range(40):
             (guesses,) = drafter.guess([branch], 4)
             assert len(guesses) == 4
-            proposed[num_ids] += [guess.token for guess in guesses]
+            proposed += [guess.token for guess in guesses]
             branch.append(guesses[0].token)
-    assert max(proposed[None]) >= known  # without num_ids it proposes padding
-    assert max(proposed[known]) < known
+        assert (max(proposed) < 12) == (num_ids == 12)  # without num_ids it proposes padding
 
 
 def test_lookup_and_model_guess_into_one_tree() -> None:
-    """What both guess counts as the model's and as surer; what only lookup guesses is beside it."""
+    """What both guess counts as the model's and as surer; what only lookup guesses is beside it. Lookup alone does not
+    go on where the model ends: it would, token by token, beyond the model's longest sequence.
+    """
     model, lookup = ModelDrafter(branched(8)), NgramDrafter()
     mixed = ModelDrafter(branched(8)).with_lookup()
     text = [1, 2, 3, 4, 9, 9, 1, 2, 3, 4]
@@ -197,46 +174,47 @@ def test_lookup_and_model_guess_into_one_tree() -> None:
             assert guesses == [*own, found]
     assert mixed.guess([[5]], 2) == model.guess([[5]], 2)  # nothing repeats there
     assert (mixed.length, mixed.max_branches) == (10, 8)
-
-
-def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
-    """It would, token by token, beyond the model's longest sequence."""
-    mixed = ModelDrafter(branched(8)).with_lookup()
-    mixed.begin([1, 2] * 32, SAMPLED)
-    assert mixed.guess([[], [1]], 4) == [[], []]
-    mixed.begin([1, 2] * 31, SAMPLED)
-    assert mixed.guess([[]], 4) != [[]]
+    for num, has_guess in ((31, True), (32, False)):
+        mixed.begin([1, 2] * num, SAMPLED)
+        assert list(map(bool, mixed.guess([[], [1]], 4))) == [has_guess] * 2
 
 
 # -- inside a grammar --------------------------------------------------------------------------------------------------
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["colour", "count"],
-    "additionalProperties": False,
-}
-PROMPT = [5, 9, 40]
-PARAMS = SamplingParams(temperature=0.8, seed=3)
+COLOURS = GrammarSpec.json_schema(
+    {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+)
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as made:
-        yield made
+Make = Callable[..., tuple[ModelDrafter, list[Sequence[int]]]]
 
 
-def make(tokenizer: Tokenizer, compiler: GrammarCompiler) -> tuple[ModelDrafter, list[Sequence[int]]]:
-    """A drafter in the grammar, and the tokens of each call of its model."""
-    calls = list[Sequence[int]]()
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=tokenizer.size, on_step=calls.append), tokenizer.size)
-    drafter.begin(PROMPT, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec.json_schema(SCHEMA))))
-    return drafter, calls
+@pytest.fixture
+def make(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Make:
+    """`make(spec, prompt)`: a drafter in the grammar, and the tokens of each call of its model."""
+
+    def begin(
+        spec: GrammarSpec = COLOURS, prompt: Sequence[int] = (5, 9, 40), *, is_looked_up: bool = False, **plan: Any
+    ) -> tuple[ModelDrafter, list[Sequence[int]]]:
+        calls = list[Sequence[int]]()
+        drafter = ModelDrafter(
+            FakeSequenceRuntime(vocab_size=tokenizer.size + 33, on_step=calls.append), tokenizer.size
+        )
+        drafter = drafter.with_lookup() if is_looked_up else drafter
+        drafter.begin(prompt, SAMPLED, ProcessorPlan(grammar=compiler.compile(spec), **plan))
+        return drafter, calls
+
+    return begin
 
 
-def test_forced_tokens_are_drafted_for_nothing(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_forced_tokens_are_drafted_for_nothing(tokenizer: Tokenizer, make: Make) -> None:
     """A path before anything is read, and a guess for each forced node of the tree, without a call of the model."""
-    drafter, calls = make(tokenizer, compiler)
+    drafter, calls = make()
     path = [guess.token for guess in drafter.continuation(16)]
     assert tokenizer.decode(path).startswith('{"colour":')
     assert drafter.continuation(2) == [forced_guess(token) for token in path[:2]]
@@ -246,81 +224,60 @@ def test_forced_tokens_are_drafted_for_nothing(tokenizer: Tokenizer, compiler: G
 
 @pytest.mark.parametrize("method", ["apply", "accept", "validate", "forced"])
 def test_a_grammar_beyond_its_limits_is_no_fault_of_the_device(
-    method: str, tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    method: str, tokenizer: Tokenizer, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft goes on without it. As a fault it would take the device away from all other texts, too."""
-    drafter, calls = make(tokenizer, compiler)
-
-    def fail(*given: object) -> None:
-        raise RequestError("grammar_too_complex", "the grammar is too costly")
-
-    monkeypatch.setattr(GrammarState, method, fail)
+    drafter, calls = make()
+    too_costly = RequestError("grammar_too_complex", "the grammar is too costly")
+    monkeypatch.setattr(f"outrider.models.grammar.state.GrammarState.{method}", Mock(side_effect=too_costly))
     drafter.extend(tokenizer.encode('{"colour":"'))
-    assert drafter.guess([[]], 4)[0] or method == "apply"  # no token is known to be allowed
-    assert drafter.guess([[7]], 4)[0] or method == "apply"
+    for branch in ([], [7]):  # with "apply" no token is known to be allowed
+        assert drafter.guess([branch], 4)[0] or method == "apply"
     assert drafter._processors.allows([], 7) or method == "apply"
     assert calls
 
 
-def test_guesses_are_inside_the_grammar(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_guesses_are_inside_the_grammar(tokenizer: Tokenizer, compiler: GrammarCompiler, make: Make) -> None:
     """Every guess may follow its branch; a branch that has left the grammar gets none."""
-    drafter, calls = make(tokenizer, compiler)
+    (drafter, calls), state = make(), compiler.compile(COLOURS).state()
     start = [guess.token for guess in drafter.continuation(16)]
     drafter.extend(start)
-    state = compiler.compile(GrammarSpec.json_schema(SCHEMA)).state()
     assert all(map(state.accept, start))
     (guesses,) = drafter.guess([()], 8)
-    assert guesses and calls
-    assert all(state.validate([guess.token]) == 1 for guess in guesses)
+    assert guesses and calls and all(state.validate([guess.token]) == 1 for guess in guesses)
     assert drafter.guess([tokenizer.encode("\n\n")], 4) == [[]]
     assert drafter.guess([()], 8) == [guesses]  # and it changed nothing
 
 
-def test_a_whole_text_can_be_drafted(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_a_whole_text_can_be_drafted(tokenizer: Tokenizer, make: Make) -> None:
     """To its end token, which is forced too."""
-    drafter, calls = make(tokenizer, compiler)
-    text: list[int] = []
+    (drafter, calls), text = make(), list[int]()
     while not text or text[-1] not in tokenizer.eos_token_ids:
-        (guesses,) = drafter.guess([()], 1)
-        text.append(guesses[0].token)
+        ((guess, *_),) = drafter.guess([()], 1)
+        text.append(guess.token)
         drafter.extend(text[-1:])
         assert len(text) < 60
-    assert tokenizer.decode(text).endswith("}")
-    assert len(calls) < len(text) / 2
+    assert tokenizer.decode(text).endswith("}") and len(calls) < len(text) / 2
 
 
-def test_lookup_stays_inside_too(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """What followed the same tokens before is no guess where the grammar forbids it."""
-    runtime = FakeSequenceRuntime(vocab_size=tokenizer.size)
-    mixed = ModelDrafter(runtime, tokenizer.size).with_lookup()
-    repeated = tokenizer.encode("one two three one two")
-    mixed.begin(repeated, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec("regex", "( [0-9]){9}"))))
-    (guesses,) = mixed.guess([()], 4)
-    assert guesses and all(tokenizer.decode([guess.token]) not in (" three", "one") for guess in guesses)
-
-
-def test_a_forced_guess_that_lookup_makes_too_is_learned_from(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """It stays a forced one: it has no cell for two sources."""
+def test_lookup_stays_inside_too(tokenizer: Tokenizer, make: Make) -> None:
+    """What followed the same tokens before is no guess where the grammar forbids it. A forced guess that lookup makes
+    too stays a forced one, and is learned from: it has no cell for two sources.
+    """
     repeated, calibration = tokenizer.encode("one two three one two"), Calibration()
-    mixed = ModelDrafter(FakeSequenceRuntime(vocab_size=tokenizer.size), tokenizer.size).with_lookup()
-    mixed.begin(repeated, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec("choice", '[" three four"]'))))
-    (guesses,) = mixed.guess([()], 4)
-    assert [tokenizer.decode([guess.token]) for guess in guesses] == [tokenizer.decode([repeated[-3]])] or guesses
+    (guesses,) = make(GrammarSpec("regex", "( [0-9]){9}"), repeated, is_looked_up=True)[0].guess([()], 4)
+    assert guesses and all(tokenizer.decode([guess.token]) not in (" three", "one") for guess in guesses)
+    (guesses,) = make(GrammarSpec("choice", '[" three four"]'), repeated, is_looked_up=True)[0].guess([()], 4)
     calibration.observe(guesses, guesses[0].token)
     assert calibration.chance(guesses[0].cell) > 0.9
 
 
-def test_a_target_that_leaves_the_grammar_is_drafted_for_without(
-    tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_a_target_that_leaves_the_grammar_is_drafted_for_without(tokenizer: Tokenizer, make: Make) -> None:
     """A server that knows no grammars, or another vocabulary's: drafting goes on."""
-    drafter, _ = make(tokenizer, compiler)
+    drafter, _ = make()
     drafter.extend(tokenizer.encode("class Free"))
-    (guesses,) = drafter.guess([()], 4)
-    assert guesses and drafter.continuation(4) == []
-    begun = ModelDrafter(FakeSequenceRuntime(vocab_size=tokenizer.size), tokenizer.size)
-    plan = ProcessorPlan(num_generated=1, grammar=compiler.compile(GrammarSpec("regex", "[0-9]+")))
-    begun.begin(tokenizer.encode("x class"), PARAMS, plan)
+    assert drafter.guess([()], 4)[0] and drafter.continuation(4) == []
+    begun, _ = make(GrammarSpec("regex", "[0-9]+"), tokenizer.encode("x class"), num_generated=1)
     assert begun.guess([()], 4)[0]
 
 
@@ -338,6 +295,5 @@ def test_a_request_takes_its_grammar_to_the_server(compiler: GrammarCompiler) ->
     spec = GrammarSpec("regex", "[0-9]+")
     request = GenerationRequest((1, 2), grammar=spec, draft_grammar=compiler.compile(spec))
     asked = SessionRequest(prompt=[1, 2, 7], max_tokens=4, **request.wire_fields(1))
-    assert GrammarSpec.of_wire(asked.grammar) == spec
-    assert asked.generated == 1
+    assert (GrammarSpec.of_wire(asked.grammar), asked.generated) == (spec, 1)
     assert request.plan.grammar is request.draft_grammar

@@ -1,44 +1,49 @@
-"""Tests servers that stop, or send what no server of this protocol sends: they cost their own session, and no more.
-
-The server is a raw socket: it writes any bytes, and knows how many of them were taken.
+"""Tests servers that stop, or send what no server of this protocol sends: they cost their own session, and no more; and
+networks that are slow, or change: connections, long bodies, how long a server is waited for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
+import httpcore
 import httpx
 import pytest
-from tests.agents import MODES, SOON, VOCAB, drafter, generate, whole
-from tests.hostile_answers import BROKEN_ANSWERS, MAX_TOKENS, OK, Broken, broken_streams, event, opened
-from tests.raw_server import Reply, raw_server, silent_after, writes
-from tests.serving import FakeServer, StepGate, read_events, serve_fake, target_tokens
+from tests.agents import MODES, SOON, VOCAB, Clock, Passing, drafter, generate, truth, whole
+from tests.hostile_answers import BROKEN_ANSWERS, MAX_TOKENS, OK, STREAM, Broken, broken_streams, event, opened
+from tests.raw_server import RawServer, Reply, http_answer, raw_server, silent_after, writes
+from tests.serving import FakeServer, StepGate, read_events, serve_fake
 from tests.waiting import run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
-from outrider.edge.results import GenerationResult, Mode, TokenBatch
+from outrider.edge.results import GenerationResult, Mode
+from outrider.models.client import http_endpoint
+from outrider.models.client.checks import EventParser
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
-from outrider.models.client.http_endpoint import longest_silence_s
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import SessionOpen
+from outrider.models.wire.protocol import Commit, SessionOpen, SessionRequest
 
 PROMPT = (5, 6, 7, 8)
-REQUEST = whole(PROMPT, SamplingParams(), MAX_TOKENS)
-TRUTH = target_tokens(PROMPT, MAX_TOKENS)
+REQUEST = whole(PROMPT, max_tokens=MAX_TOKENS)
+TRUTH = list(truth(REQUEST))
 HASTY = ClientOptions(keep_alive_s=0.1)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Making one with certificates takes longer than most of these tests."""
 MOST_TAKEN = 32 << 20
 """Beyond the bounds of the agent: what two sockets buffer."""
+READY = b'{"status":"ready","model":"m"}'
 
 
 def opening(**fields: Any) -> bytes:
@@ -46,15 +51,10 @@ def opening(**fields: Any) -> bytes:
 
 
 def write(
-    urls: list[str],
-    mode: Mode = Mode.STREAM,
-    options: ClientOptions | None = None,
-    on_trouble: Callable[[str], None] = lambda words: None,
-    on_tokens: Callable[[TokenBatch], None] | None = None,
+    urls: list[str], mode: Mode = Mode.STREAM, options: ClientOptions | None = None, **told: Any
 ) -> GenerationResult:
     """The text from the first URL that works, with drafts."""
     clients = [VerifierClient(url, options, httpx.AsyncHTTPTransport(NO_TLS)) for url in urls]
-    told: dict[str, Any] = {"on_trouble": on_trouble, "on_tokens": on_tokens}
     return run(generate(clients, REQUEST, drafter(1.0), mode=mode, depth=FixedDepth(2), retry=SOON, **told))
 
 
@@ -70,10 +70,10 @@ def test_a_server_that_breaks_the_protocol_loses_the_text(server: FakeServer, mo
     troubles = list[str]()
     with raw_server(writes(case.data, case.more)) as hostile:
         result = write([hostile.url, server.url], mode, on_trouble=troubles.append)
-        assert list(result.tokens) == TRUTH
-        assert len(troubles) == 1 and len(troubles[0]) < 2000
-        assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{case.said}.*", troubles[0])
         assert hostile.num_sent < MOST_TAKEN and hostile.num_asked == 1
+    (trouble,) = troubles
+    assert list(result.tokens) == TRUTH and len(trouble) < 2000
+    assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{case.said}.*", trouble)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,8 +95,8 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
             write([hostile.url], mode)
         assert hostile.num_sent < MOST_TAKEN
     body = json.dumps({"error": {"code": "c" * 9999, "message": "m" * 30_000}}).encode()
-    long = writes(f"HTTP/1.1 {status} \r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-    with raw_server(long) as hostile, pytest.raises((RequestError, CloudError)) as refused:
+    long = raw_server(writes(http_answer(body, f"{status} ")))
+    with long as hostile, pytest.raises((RequestError, CloudError)) as refused:
         write([hostile.url], mode)
     assert len(str(refused.value)) < 2000
 
@@ -111,30 +111,33 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
 )
 async def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> None:
     """Its readiness is an answer of the protocol, with status 503."""
-    body = json.dumps({"status": state, "model": "m"}).encode()
-    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
-
-    with raw_server(writes(head + body)) as server, pytest.raises(EndpointLost, match=expected):
+    answer = http_answer(json.dumps({"status": state, "model": "m"}).encode(), "503 Service Unavailable")
+    with raw_server(writes(answer)) as server, pytest.raises(EndpointLost, match=expected):
         async with VerifierClient(server.url) as client:
             await client.ready()
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1 << 31]])
+async def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None:
+    """A conversation's ids are checked as all others that a server sends."""
+    answer = http_answer(json.dumps({"tokens": tokens, "model": "fake"}).encode())
+    with raw_server(writes(answer)) as hostile, pytest.raises(ProtocolBroken):
+        async with VerifierClient(hostile.url) as client:
+            await client.render(b"{}")
 
 
 def test_an_answer_that_never_begins_is_no_hang() -> None:
     """Interim answers for ever are bytes, but no sign of life."""
     options = ClientOptions(connect_timeout_s=0.2, write_timeout_s=0.2, keep_alive_s=0.1)
-    endless = writes(b"", b"HTTP/1.1 100 Continue\r\n\r\n")
     too_long = pytest.raises(CloudError, match=r"no whole answer came within 1\.7 s")
-    with raw_server(endless) as hostile, too_long:
+    with raw_server(writes(b"", b"HTTP/1.1 100 Continue\r\n\r\n")) as hostile, too_long:
         write([hostile.url], options=options)
 
 
 async def test_cookies_are_not_kept() -> None:
     """A server cannot make every later request larger."""
-    cookie = b"set-cookie: a=" + b"b" * 4000 + b"; Path=/\r\n"
-    body = b'{"status":"ready","model":"m"}'
-    # This server closes after an answer: it says so, or the next request could go out on that connection.
-    head = OK + cookie + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with raw_server(writes(head + body)) as hostile:
+    cookie = f"set-cookie: a={'b' * 4000}; Path=/"
+    with raw_server(writes(http_answer(READY, "200 OK", cookie))) as hostile:
         async with VerifierClient(hostile.url) as client:
             await client.ready()
             before = client.wire.headers_up
@@ -160,67 +163,39 @@ def test_a_server_that_goes_silent_is_left(server: FakeServer, mode: Mode, reply
     """After three keep-alives that did not come; the text goes on elsewhere."""
     troubles = list[str]()
     with raw_server(reply) as stopped:
-        result = write([stopped.url, server.url], mode, HASTY, troubles.append)
+        result = write([stopped.url, server.url], mode, HASTY, on_trouble=troubles.append)
         assert mode is Mode.STREAM or stopped.paths == ["/v1/verify", "/health/live"]
     assert list(result.tokens) == TRUTH
     assert troubles == [f"{stopped.url}: the server sent nothing for 1.3 s. Trying {server.url}."]
 
 
-class Counted(httpx.AsyncByteStream):
-    """Passes a body on, and calls `on_chunk` with each chunk."""
-
-    def __init__(self, inner: httpx.AsyncByteStream, on_chunk: Callable[[bytes], None]) -> None:
-        self._inner, self._on_chunk = inner, on_chunk
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._inner:
-            self._on_chunk(chunk)
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-class Counting(httpx.AsyncHTTPTransport):
-    """Calls `on_path` with each request's path, and `on_chunk` with each chunk of an answer."""
-
-    def __init__(self, on_path: Callable[[str], None], on_chunk: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._on_path, self._on_chunk = on_path, on_chunk
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self._on_path(request.url.path)
-        response = await super().handle_async_request(request)
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = Counted(response.stream, self._on_chunk)
-        return response
-
-
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
+async def test_a_server_that_works_for_long_has_not_stopped(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill of more than the longest silence: the stream's comments, or its answers elsewhere, show life."""
-    signs, gate = list[str](), StepGate()
+    signs, gate, feed = list[str](), StepGate(), EventParser.feed
 
     def on_sign(what: str) -> None:
         signs.append(what)
         if len(signs) == 20:  # at least 1.9 s; the longest silence is 1.3 s
             gate.open()
 
-    transport = Counting(
-        lambda path: on_sign(path) if path == "/health/live" else None,
-        lambda chunk: on_sign("comment") if chunk == KEEP_ALIVE else None,
-    )
+    def fed(parser: EventParser, data: bytes) -> Iterator[Any]:
+        if data == KEEP_ALIVE:
+            on_sign("comment")
+        return feed(parser, data)
+
+    monkeypatch.setattr(EventParser, "feed", fed)
+    transport = Passing(lambda request: on_sign("live") if request.url.path == "/health/live" else None)
     with serve_fake(ServerSettings(keep_alive_s=0.1), gate=gate) as server:
         client = VerifierClient(server.url, HASTY, transport)
         result = await generate([client], REQUEST, mode=mode, depth=FixedDepth(0), retry=SOON)
     assert list(result.tokens) == TRUTH and result.num_sessions == 1
-    assert set(signs[:20]) == {"comment" if mode is Mode.STREAM else "/health/live"}
+    assert set(signs[:20]) == {"comment" if mode is Mode.STREAM else "live"}
 
 
 def test_keep_alives_come_while_a_session_waits_in_the_queue_and_in_the_engine() -> None:
     """From the moment that it is accepted; `open` says how often."""
-    gate = StepGate()
-    body = {"prompt": list(PROMPT), "max_tokens": 4, "stop_ids": []}
+    gate, body = StepGate(), {"prompt": list(PROMPT), "max_tokens": 4, "stop_ids": []}
     with (
         serve_fake(ServerSettings(keep_alive_s=0.05), gate=gate, config=EngineConfig(max_running=1)) as server,
         httpx.Client(base_url=server.url) as client,
@@ -240,5 +215,151 @@ def test_keep_alives_come_while_a_session_waits_in_the_queue_and_in_the_engine()
 
 def test_what_a_server_says_of_its_keep_alives_is_bounded() -> None:
     """Three of them and a second for the network; neither at once nor never."""
-    assert [longest_silence_s(said) for said in (5.0, 0.0, -1.0, 1e9)] == [16.0, 1.3, 1.3, 181.0]
+    assert [http_endpoint.longest_silence_s(said) for said in (5.0, 0.0, -1.0, 1e9)] == [16.0, 1.3, 1.3, 181.0]
     assert ServerSettings().keep_alive_s == ClientOptions().keep_alive_s == 5.0
+
+
+def answer(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([b"HTTP/1.1 200 OK", b"content-length: %d" % len(body), *headers, b"", body])
+
+
+def stream_of(data: bytes, delay_s: float = 0.0) -> AsyncMock:
+    """A connection that answers `data` after `delay_s`."""
+    parts = [data, b""]
+
+    async def read(max_bytes: int, timeout: float | None) -> bytes:
+        await asyncio.sleep(delay_s)
+        return parts.pop(0)
+
+    made = AsyncMock(httpcore.AsyncNetworkStream)
+    made.read.side_effect, made.get_extra_info.return_value = read, None
+    return made
+
+
+def client_over(connect: AsyncMock, options: ClientOptions | None = None) -> VerifierClient:
+    """connect: gives a connection, or raises."""
+    transport = httpx.AsyncHTTPTransport()
+    transport._pool._network_backend = Mock(connect_tcp=connect)
+    return VerifierClient("http://verifier", options, transport)
+
+
+def bounds_of(calls: AsyncMock) -> list[float | None]:
+    """How long each of them was given."""
+    return [call.kwargs["timeout"] for call in calls.call_args_list]
+
+
+async def test_a_connection_after_one_that_failed_has_twice_the_time() -> None:
+    """Within bounds. One that is made, or another text, begins again with the shortest: where nothing is, it is found
+    soon.
+    """
+    never = httpcore.ConnectTimeout()
+    connect = AsyncMock(side_effect=[*[never] * 4, stream_of(answer(READY, b"connection: close")), *[never] * 6])
+    async with client_over(connect) as client:
+        for _ in range(4):
+            with pytest.raises(EndpointLost, match="ConnectTimeout"):
+                await client.ready()
+        assert (await client.ready()).status == "ready"
+        for text in (client.for_one_text(), client.for_one_text()):
+            with pytest.raises(EndpointLost, match="ConnectTimeout"):
+                await text.ready()
+        for _ in range(2):  # two at the same time: one failure
+            await asyncio.gather(client.ready(), client.ready(), return_exceptions=True)
+    assert bounds_of(connect) == [2.5, 5.0, 5.0, 5.0, 5.0, 2.5, 2.5, 2.5, 2.5, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+async def test_a_long_prompt_has_the_time_that_a_slow_uplink_takes(
+    is_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, each with the bound on a write; the answer's bounds grow with the body, whose length is announced."""
+    monkeypatch.setattr(http_endpoint, "MARGIN_S", 0.0)
+    stream = stream_of(STREAM if is_text else answer(b'{"tokens":[5],"model":"m"}'), 0.5)  # else it would have 0.4 s
+    options = ClientOptions(connect_timeout_s=0.05, write_timeout_s=0.05, keep_alive_s=0.0)
+    async with client_over(AsyncMock(return_value=stream), options) as client:
+        if is_text:
+            async with client.open_session(SessionRequest(prompt=[100_000] * 20_000, max_tokens=5)):
+                pass
+        else:
+            long = {"messages": [{"role": "user", "content": "a" * 100_000}]}
+            assert (await client.render(json.dumps(long).encode())).tokens == [5]
+    head, *pieces = (call.args[0] for call in stream.write.call_args_list)
+    body = b"".join(pieces)
+    assert max(map(len, pieces)) == 16384 and b"content-length: %d\r\n" % len(body) in head.lower()
+    assert set(bounds_of(stream.write)) == {0.05} and b"transfer-encoding" not in head.lower()
+    assert is_text == (b"100000,100000" in body) and len(body) > 100_000
+    assert bounds_of(stream.read)[0] == pytest.approx(0.3 + len(body) / 8192)
+
+
+async def test_of_connections_that_died_together_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of the device's network: nothing closes them, and each would cost the longest silence."""
+    monkeypatch.setattr(http_endpoint, "MARGIN_S", 0.0)
+    num_connected, num_lost, is_dead, all_asked = 0, 0, False, asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connected, num_lost
+        num_connected += 1
+        if (number := num_connected) == 3:
+            all_asked.set()
+        with suppress(asyncio.IncompleteReadError), closing(writer):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await all_asked.wait()
+                if is_dead and number <= 3:
+                    num_lost += 1
+                else:
+                    writer.write(answer(READY))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with VerifierClient(url, ClientOptions(keep_alive_s=0.5)) as client:
+        await asyncio.gather(*(client.ready() for _ in range(3)))
+        await client.ready()
+        assert num_connected == 3  # one of them served again
+        is_dead = True
+        with pytest.raises(EndpointLost, match=r"sent nothing for 1\.5 s"):
+            await client.ready()
+        assert (await client.ready()).status == "ready" and (num_connected, num_lost) == (4, 1)
+    server.close()
+
+
+async def test_a_stream_may_be_silent_for_as_long_as_its_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that is longer than what the device expects of other answers."""
+    monkeypatch.setattr(http_endpoint, "MARGIN_S", 0.0)
+
+    def reply(server: RawServer, connection: socket.socket) -> None:
+        connection.sendall(opening(keep_alive_s=60))
+        server.is_over.wait(1.2)  # the device's own 0.9 s are over
+        connection.sendall(event(base=0, tokens=[5]))
+
+    request = SessionRequest(prompt=[1], max_tokens=5)
+    with raw_server(reply) as server:
+        async with (
+            VerifierClient(server.url, ClientOptions(keep_alive_s=0.3)) as client,
+            client.open_session(request) as events,
+        ):
+            assert [each.tokens async for each in events if isinstance(each, Commit)] == [[5]]
+
+
+async def test_one_late_acknowledgement_costs_later_texts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only three texts in a row without any switch long requests off, or a refusal; after ten minutes one is tried."""
+    clock = Clock()
+    monkeypatch.setattr("outrider.models.client.client.time", Mock(monotonic=clock))
+    opened = SessionOpen(session="s", model="m", stop_ids=[], protocol=3)
+    async with VerifierClient("http://verifier") as client:
+
+        def has_one(num_taken: int = 0, *, is_refused: bool = False) -> bool:
+            """Whether a text has a long request, of which so many messages are then acknowledged."""
+            if (line := client.for_one_text()._begin_long(opened, 0.1)) is None:
+                return False
+            line.num_taken = num_taken
+            if not num_taken:
+                line._on_unusable(is_refused)
+            client._end_long(line, is_cut=True)
+            return True
+
+        assert all(has_one(num_taken) for num_taken in (0, 0, 1, 0, 0, 0)) and not has_one()
+        clock.now += 599.0
+        assert not has_one()
+        clock.now += 1.0
+        assert has_one() and not has_one()
+        clock.now += 600.0
+        assert has_one(1) and has_one(is_refused=True) and not has_one()

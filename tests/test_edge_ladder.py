@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.agents import SURE, Clock
+from tests.agents import SAMPLED, SURE, Clock
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.local_endpoint import DRAFTS, expected, fake_draft, serve_local
+from tests.local_endpoint import DRAFTS, LocalEndpoint, expected, serve_local
 from tests.serving import TURNS_TEMPLATE, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_edge_terminal import chat
 
-from outrider.edge.cli import chat as chat_module
 from outrider.edge.devices.placement import Placement
 from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
-from outrider.edge.drafting.depth import DepthController, Effort
+from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.drafting.scheduler import THREAD_NAME
 from outrider.edge.modes.assemble import OpenModel, eased, make_depth, make_options
@@ -30,9 +27,6 @@ from outrider.edge.modes.draft_ladder import LazyModel, open_ladder
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.breaker import Breaker
 from outrider.models.errors import ModelFault
-from outrider.models.picks.sampling import SamplingParams
-
-PARAMS = SamplingParams(0.8, seed=3)
 
 
 class Failing(FakeSequenceRuntime):
@@ -48,6 +42,22 @@ class Failing(FakeSequenceRuntime):
             raise ModelFault("the device is gone")
 
 
+def model_of(runtime: FakeSequenceRuntime) -> OpenModel:
+    return OpenModel(runtime, None, Placement("openvino"))
+
+
+class Loaded(list[Failing]):
+    """The models that `load` has loaded."""
+
+    def load(self) -> OpenModel:
+        self.append(Failing())
+        return model_of(self[-1])
+
+
+def refuse() -> OpenModel:
+    raise ModelFault("it does not fit")
+
+
 def test_a_ladder_steps_down_in_mid_text_and_climbs_again_after_a_pause() -> None:
     """NPU, GPU, CPU, lookup: each takes over with the whole text, so its guesses are those of a draft of its own."""
     clock, words = Clock(), list[str]()
@@ -58,35 +68,32 @@ def test_a_ladder_steps_down_in_mid_text_and_climbs_again_after_a_pause() -> Non
     ]
     ladder = LadderDrafter([*rungs, Rung("lookup", NgramDrafter)], words.append)
     prompt = [5, 6, 7, 8, 5, 6, 7]
-    ladder.begin(prompt, PARAMS)
-    text = target_tokens(prompt, 8, PARAMS)
-
-    def done() -> int:
-        return ladder.length - len(prompt)
+    ladder.begin(prompt, SAMPLED)
+    first, second, third, fourth, fifth, sixth, *_ = target_tokens(prompt, 8, SAMPLED)
 
     def guess() -> int:
         (guesses,) = ladder.guess([[]], 1)
         return guesses[0].token
 
-    for failing in [None, 0, 1]:
-        if failing is not None:
-            runtimes[failing].fails.set()
-        assert guess() == text[done()]
-        ladder.extend([text[done()]])
-    assert [runtime.calls > 0 for runtime in runtimes] == [True] * 3 and len(words) == 2
+    for runtime, token in zip([None, *runtimes[:2]], (first, second, third), strict=True):
+        if runtime is not None:
+            runtime.fails.set()
+        assert guess() == token
+        ladder.extend([token])
+    assert all(runtime.calls > 0 for runtime in runtimes) and len(words) == 2
     assert words[0] == "the NPU failed (ModelFault: the device is gone); drafting goes on with the GPU"
     runtimes[2].fails.set()
     assert ladder.continuation(2) == [] and ladder.guess([[]], 1) is not None  # lookup has what it has
     assert "goes on with lookup" in words[-1] and ladder.model_drafter is None
-    for runtime in runtimes[:2]:
-        runtime.fails.clear()
-    ladder.extend([text[done()]])
+    for each in runtimes[:2]:
+        each.fails.clear()
+    ladder.extend([fourth])
     calls = [runtime.calls for runtime in runtimes]
     ladder.guess([[]], 1)
     assert [runtime.calls for runtime in runtimes] == calls  # all pause
     clock.now = 1.0
-    ladder.extend([text[done()]])
-    assert guess() == text[done()] and "the NPU is tried again" in words[-1]
+    ladder.extend([fifth])
+    assert guess() == sixth and "the NPU is tried again" in words[-1]
     assert ladder.length == len(prompt) + 5 and ladder.failed == {0, 1, 2}
     ladder.close()
     assert all(runtime.is_closed for runtime in runtimes)
@@ -97,49 +104,35 @@ def test_where_no_rung_is_left_the_last_failure_is_reported() -> None:
     broken = Failing()
     broken.fails.set()
     ladder = LadderDrafter([Rung("the CPU", lambda: ModelDrafter(broken), Breaker())])
-    ladder.begin([1, 2], PARAMS)
+    ladder.begin([1, 2], SAMPLED)
     with pytest.raises(ModelFault, match="gone"):
         ladder.guess([[]], 1)
     with pytest.raises(RuntimeError, match="failed a moment ago"):
-        ladder.begin([1, 2], PARAMS)
+        ladder.begin([1, 2], SAMPLED)
 
 
 def test_a_draft_whose_device_was_lost_is_loaded_anew_once_its_trial_has_failed() -> None:
     """After sleep or a driver's reset the same object works no more."""
-    loaded = list[Failing]()
-
-    def refuse() -> OpenModel:
-        raise ModelFault("it does not fit")
-
-    def load() -> OpenModel:
-        loaded.append(Failing())
-        return OpenModel(loaded[-1], None, Placement("openvino"))
-
-    draft = open_ladder([LazyModel("the NPU", refuse), LazyModel("the GPU", load)], is_asked=False)
-    assert isinstance(draft.drafter, LadderDrafter)
+    loaded = Loaded()
+    drafter = open_ladder([LazyModel("the NPU", refuse), LazyModel("the GPU", loaded.load)], is_asked=False).drafter
+    assert isinstance(drafter, LadderDrafter)
     loaded[0].fails.set()
-    breaker = draft.drafter._rungs[0].breaker
+    breaker = drafter._rungs[0].breaker
     for num_loaded in (1, 1, 2):
         breaker._due_at = 0.0
-        draft.drafter.begin([5, 6, 7, 8], PARAMS)
-        draft.drafter.guess([[]], 1)
+        drafter.begin([5, 6, 7, 8], SAMPLED)
+        drafter.guess([[]], 1)
         assert len(loaded) == num_loaded
     assert loaded[0].is_closed and loaded[1].calls > 0 and not breaker.is_open
-    draft.drafter.close()
+    drafter.close()
     assert loaded[1].is_closed
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_serve_loads_a_lost_draft_anew_once_no_text_has_it(is_shared: bool) -> None:
     """A text that has a sequence of it keeps it in memory; others wait meanwhile."""
-    loaded, prompt = [Failing()], [5, 6, 7, 8]
-
-    def load() -> OpenModel:
-        loaded.append(Failing())
-        return OpenModel(loaded[-1], None, Placement("openvino"))
-
-    model = OpenModel(loaded[0], None, Placement("openvino"))
-    drafts = DraftSequences(model, 2, is_looked_up=True, again=load)
+    loaded, prompt = Loaded(), [5, 6, 7, 8]
+    drafts = DraftSequences(loaded.load(), 2, is_looked_up=True, again=loaded.load)
     pauses = drafts._pools[0].breaker
     pauses._first_pause_s = pauses._max_pause_s = 1e9
 
@@ -148,7 +141,7 @@ def test_serve_loads_a_lost_draft_anew_once_no_text_has_it(is_shared: bool) -> N
         with drafts.lend(b"", prompt) as loan:
             assert loan.drafter is not None
             drafts.scheduler.join()
-            loan.drafter.begin(prompt, PARAMS)
+            loan.drafter.begin(prompt, SAMPLED)
             loan.drafter.guess([[]], 1)
             drafts.scheduler.join()
             return loan.drafter.model_drafter is not None
@@ -167,22 +160,24 @@ def test_serve_loads_a_lost_draft_anew_once_no_text_has_it(is_shared: bool) -> N
     assert loaded[1].is_closed
 
 
+def write(local: LocalEndpoint) -> None:
+    """A text of the target; returns once nothing is left of it."""
+    assert local.text() == expected()
+    local.wait_until(local.is_at_rest)
+    local.core.drafts.scheduler.join()
+
+
 def test_serve_goes_on_with_the_next_model_in_mid_text() -> None:
     """Two texts share a model that fails: both go on with the other, which is loaded only then; a later one returns."""
-    first, second = Failing(), fake_draft(agreement=1.0)
-    loaded: list[int] = []
+    first, loaded, gate = Failing(), Loaded(), StepGate()
+    others = [LazyModel("another draft", loaded.load)]
 
-    def load() -> OpenModel:
-        loaded.append(1)
-        return OpenModel(second, None, Placement("openvino"))
+    def num_failed() -> int:
+        return len(httpx.get(f"{local.url}/health/ready", timeout=30.0).json()["failed_drafts"])
 
-    gate = StepGate()
     with (
         serve_fake(config=SURE, gate=gate) as cloud,
-        serve_local(
-            cloud.url, DRAFTS, runtime=first, others=[LazyModel("another draft", load)], draft_pause_s=0.0
-        ) as local,
-        httpx.Client(base_url=local.url, timeout=30.0) as client,
+        serve_local(cloud.url, DRAFTS, runtime=first, others=others, draft_pause_s=0.0) as local,
     ):
         pauses = local.core.drafts._pools[0].breaker
         pauses._first_pause_s = pauses._max_pause_s = 1e9
@@ -190,18 +185,13 @@ def test_serve_goes_on_with_the_next_model_in_mid_text() -> None:
         first.fails.set()
         gate.open()
         for _ in range(2):
-            assert local.text() == expected()
-            local.wait_until(local.is_at_rest)
-        local.core.drafts.scheduler.join()
-        assert loaded == [1] and second.length > 0
-        assert len(client.get("/health/ready").json()["failed_drafts"]) == 1
+            write(local)
+        assert len(loaded) == num_failed() == 1 and loaded[0].length > 0
         first.fails.clear()
         pauses._due_at = 0.0
         calls = first.calls
-        assert local.text() == expected()
-        local.wait_until(local.is_at_rest)
-        local.core.drafts.scheduler.join()
-        assert first.calls > calls and client.get("/health/ready").json()["failed_drafts"] == []
+        write(local)
+        assert first.calls > calls and num_failed() == 0
 
 
 def test_only_the_drafting_thread_loads_a_model_and_a_failed_load_costs_no_text() -> None:
@@ -210,7 +200,7 @@ def test_only_the_drafting_thread_loads_a_model_and_a_failed_load_costs_no_text(
 
     def load() -> OpenModel:
         loaders.append(threading.current_thread().name)
-        raise ModelFault("it does not fit")
+        return refuse()
 
     with (
         serve_fake(config=SURE) as cloud,
@@ -219,33 +209,29 @@ def test_only_the_drafting_thread_loads_a_model_and_a_failed_load_costs_no_text(
         pauses = local.core.drafts._pools[0].breaker
         pauses._first_pause_s = pauses._max_pause_s = 1e9
         pauses.failed()
-        assert local.text() == expected()
-        local.wait_until(local.is_at_rest)
-        local.core.drafts.scheduler.join()
+        write(local)
         assert set(loaders) == {THREAD_NAME} and first.calls == 0
 
 
 def test_a_model_that_is_not_loaded_yet_may_write_a_text_alone() -> None:
     """Without lookup, and while the first model pauses: it is loaded when the text begins to draft."""
-    first, second = (OpenModel(fake_draft(agreement=1.0), None, Placement("openvino")) for _ in range(2))
-    drafts = DraftSequences(first, 1, is_looked_up=False, others=[LazyModel("another draft", lambda: second)])
+    others = [LazyModel("another draft", Loaded().load)]
+    drafts = DraftSequences(model_of(Failing()), 1, is_looked_up=False, others=others)
     drafts._pools[0].breaker.failed()
     with drafts.lend(b"", [5, 6, 7, 8]) as loan:
         assert loan.can_write and drafts.num_lent == 0 and loan.drafter is not None
-        loan.drafter.begin([5, 6, 7, 8], PARAMS)
+        loan.drafter.begin([5, 6, 7, 8], SAMPLED)
         assert drafts.num_lent == 1
     drafts.close()
 
 
 def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:
     """It takes over with the whole text. While it has no room, the trial after its failure is left to others."""
-    clock, words, rooms = Clock(), list[str](), [False]
-    breaker = Breaker(1.0, clock=clock)
-    rung = Rung("the NPU", lambda: ModelDrafter(fake_draft(agreement=1.0)) if rooms[0] else None, breaker)
-    ladder = LadderDrafter([rung, Rung("lookup", NgramDrafter)], words.append)
-    prompt = [5, 6, 7, 8]
-    text = target_tokens(prompt, 4, PARAMS)
-    ladder.begin(prompt, PARAMS)
+    clock, prompt, rooms = Clock(), [5, 6, 7, 8], [False]
+    breaker, text = Breaker(1.0, clock=clock), target_tokens(prompt, 4, SAMPLED)
+    rung = Rung("the NPU", lambda: ModelDrafter(Failing()) if rooms[0] else None, breaker)
+    ladder = LadderDrafter([rung, Rung("lookup", NgramDrafter)], lambda words: pytest.fail(words))
+    ladder.begin(prompt, SAMPLED)
     breaker.failed()
     clock.now = 1.0
     ladder.extend(text[:1])
@@ -256,32 +242,29 @@ def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:
     assert ladder.model_drafter is None  # it pauses
     clock.now = 10.0
     ladder.extend(text[2:3])
-    assert ladder.model_drafter is not None and ladder.guess([[]], 1)[0][0].token == text[3]
-    assert words == [] and not breaker.is_open
+    assert ladder.model_drafter is not None and ladder.guess([[]], 1)[0][0].token == text[3] and not breaker.is_open
 
 
 @pytest.mark.parametrize("is_looked_up", [True, False])
 def test_the_text_that_has_waited_longest_takes_over_a_free_sequence(is_looked_up: bool) -> None:
     """At its next commit; those that came later, and new ones, wait for the next."""
-    model = OpenModel(fake_draft(agreement=1.0), None, Placement("openvino"))
-    drafts = DraftSequences(model, 1, is_looked_up=is_looked_up)
-    prompt = [5, 6, 7, 8]
-    text = target_tokens(prompt, 3, PARAMS)
+    drafts, prompt = DraftSequences(model_of(Failing()), 1, is_looked_up=is_looked_up), [5, 6, 7, 8]
+    text = target_tokens(prompt, 3, SAMPLED)
 
     def begin(owner: bytes) -> tuple[ExitStack, LadderDrafter]:
         stack = ExitStack()
         loan = stack.enter_context(drafts.lend(owner, prompt))
         assert isinstance(loan.drafter, LadderDrafter) and loan.can_write == (is_looked_up or owner == b"first")
         drafts.scheduler.join()
-        loan.drafter.begin(prompt, PARAMS)
+        loan.drafter.begin(prompt, SAMPLED)
         loan.text = prompt
         return stack, loan.drafter
 
     stacks, ladders = zip(*(begin(owner) for owner in (b"first", b"second", b"third")), strict=True)
-    assert [ladder.model_drafter is not None for ladder in ladders] == [True, False, False]
-    for ladder in ladders:
-        ladder.extend(text[:1])
-    assert [ladder.model_drafter is not None for ladder in ladders] == [True, False, False]
+    for new in ([], text[:1]):
+        for ladder in ladders:
+            ladder.extend(new)
+        assert [ladder.model_drafter is not None for ladder in ladders] == [True, False, False]
     stacks[0].close()
     last_stack, last = begin(b"fourth")
     ladders[2].extend(text[1:2])
@@ -315,51 +298,35 @@ def test_the_text_that_has_waited_longest_takes_over_a_free_sequence(is_looked_u
 def test_on_battery_or_hot_is_a_reason_to_draft_less(
     battery: tuple[bool | None, float] | None, sensors: dict[str, list[tuple[float, float | None]]], reason: str | None
 ) -> None:
-    state = SimpleNamespace(power_plugged=battery[0], percent=battery[1]) if battery is not None else None
+    state = battery and SimpleNamespace(power_plugged=battery[0], percent=battery[1])
     found = {
         name: [SimpleNamespace(current=current, high=high) for current, high in each] for name, each in sensors.items()
     }
     assert why_ease(lambda: state, lambda: found) == reason
-
-    def broken() -> Any:
-        raise OSError("no sensor")
-
-    assert why_ease(broken, broken) is None
+    assert why_ease(Mock(side_effect=OSError("no sensor")), Mock(side_effect=OSError("no sensor"))) is None
 
 
 def test_a_chat_looks_at_the_battery_before_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `serve` does before each text: it may last for hours."""
     found = iter([None, "on battery, 40 %", "on battery, 39 %", None])
-    clock = itertools.count(0.0, 31.0)
-    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: next(found), lambda: next(clock)))
-    efforts = list[Effort]()
-
-    def depth_of(name: str, estimates: Estimates, effort: Effort) -> DepthController:
-        efforts.append(effort)
-        return make_depth(name, estimates, effort)
-
-    monkeypatch.setattr(chat_module, "make_depth", depth_of)
+    clock = Mock(side_effect=range(0, 9999, 31))
+    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: next(found), clock))
+    monkeypatch.setattr("outrider.edge.cli.chat.make_depth", depths := Mock(side_effect=make_depth))
     with serve_fake(chat_template=TURNS_TEMPLATE) as server:
         shown = chat(server.url, "one", "two", "three", "four", on_battery=OnBattery.HALF)
     assert shown.about.count("half the work: on battery, 40 %") == shown.about.count("all the work again") == 1
-    assert efforts == [Effort.LOW, Effort.NORMAL]
+    assert [call.args[2] for call in depths.call_args_list] == [Effort.LOW, Effort.NORMAL]
     assert shown.conversation.agent.options == make_options() and next(found, "all asked") == "all asked"
 
 
 def test_half_the_work_is_low_effort_half_the_nodes_and_half_the_bytes() -> None:
     """--on-battery full asks no sensor; the state is believed for half a minute."""
-    options = make_options()
+    options, clock, ask = make_options(), Clock(), Mock(return_value="on battery")
     half = eased(options)
     assert half.effort is Effort.LOW and half.bytes_per_token == options.bytes_per_token / 2
     assert half.tree.max_nodes == options.tree.max_nodes // 2 and half.tree.width == options.tree.width
-    clock, asked = Clock(), list[int]()
-
-    def ask() -> str:
-        asked.append(1)
-        return "on battery"
-
     watch = PowerWatch(OnBattery.HALF, ask, clock)
-    assert watch.reason == watch.reason == "on battery" and len(asked) == 1
+    assert watch.reason == watch.reason == "on battery" and ask.call_count == 1
     clock.now = 31.0
-    assert watch.reason == "on battery" and len(asked) == 2
+    assert watch.reason == "on battery" and ask.call_count == 2
     assert PowerWatch(OnBattery.FULL, lambda: pytest.fail("asked"), clock).reason is None

@@ -16,12 +16,11 @@ from tests.commands import KEY
 from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import PROMPT, LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, code_of, fake_tokenizer, serve_fake
-from tests.test_edge_page_events import ask, completion, events_of, tokens_of
+from tests.test_edge_page_events import ask, completion, events_of, whole_text
 
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.models.http.security import KeyRing
 from outrider.models.visible import visible
-from outrider.models.wire.protocol import RenderAnswer
 
 
 @contextmanager
@@ -51,19 +50,43 @@ def runs(page: Page, count: int) -> None:
     assert text_of(page, "error") == ""
 
 
+def click(page: Page, name: str) -> None:
+    page.js(f"document.getElementById({name!r}).click()")
+
+
+def chat(page: Page, **fields: object) -> None:
+    """Chooses to chat, and sets fields."""
+    click(page, "chat")
+    fill(page, seed=5, **fields)
+
+
+def done(page: Page, count: int, button: str = "go", **fields: object) -> None:
+    """Sets fields and clicks the button; returns once so many texts are done, without an error."""
+    fill(page, **fields)
+    click(page, button)
+    runs(page, count)
+
+
 def text_of(page: Page, name: str) -> str:
-    found: str = page.js(f"document.getElementById({name!r}).textContent")
-    return found
+    return str(page.js(f"document.getElementById({name!r}).textContent"))
+
+
+def number_of(page: Page, selector: str) -> int:
+    """So many elements match."""
+    return int(page.js(f"document.querySelectorAll({selector!r}).length"))
+
+
+def turns_of(page: Page) -> list[str]:
+    """What each turn of a chat says."""
+    return list(page.js("[...document.querySelectorAll('.turn')].map((turn) => turn.lastChild.textContent)"))
 
 
 def test_the_page_by_keyboard_alone(local: LocalEndpoint, browser: Browser) -> None:
     """A prompt is typed and generated with keys; its text is the API's. Enter on a button and Esc work too."""
     with opened(browser, local.url) as page:
-        order: list[str] = []
-        for _ in range(9):
+        for name in ("text", "prompt", "prompt", "max-tokens", "temperature", "seed", "delay", "go", "compare"):
             page.press("Tab")
-            order.append(page.js("document.activeElement.id || document.activeElement.value"))
-        assert order == ["text", "prompt", "prompt", "max-tokens", "temperature", "seed", "delay", "go", "compare"]
+            assert page.js("document.activeElement.id || document.activeElement.value") == name
         fill(page, max_tokens=40, seed=5)
         while page.js("document.activeElement.id") != "prompt":
             page.press("Tab", SHIFT)
@@ -72,11 +95,9 @@ def test_the_page_by_keyboard_alone(local: LocalEndpoint, browser: Browser) -> N
         page.type(PROMPT)
         page.press("Enter", CTRL)
         runs(page, 1)
-        assert text_of(page, "text").endswith(text_of_completion := visible(completion(local)))
-        assert text_of(page, "text") == PROMPT + text_of_completion
+        assert text_of(page, "text") == PROMPT + visible(completion(local))
         assert "40 tokens" in text_of(page, "status") and "Seed 5" in text_of(page, "status")
-        counts = page.js("[...document.querySelectorAll('[data-count]')].map((each) => Number(each.textContent))")
-        assert sum(counts) == 40
+        assert sum(page.js("[...document.querySelectorAll('[data-count]')].map((e) => Number(e.textContent))")) == 40
         fill(page, max_tokens=400)
         page.js("document.getElementById('go').focus()")
         page.press("Enter")
@@ -96,35 +117,32 @@ def test_stop_always_stops_and_nothing_typed_is_lost(browser: Browser) -> None:
         opened(browser, own.url) as page,
     ):
 
-        def ask_for(words: str) -> None:
-            fill(page, prompt=words)
-            page.js("document.getElementById('go').click()")
+        def ask_for_one() -> None:
+            fill(page, prompt="one")
+            click(page, "go")
             page.wait("document.querySelector('.caret') && document.getElementById('go').textContent === 'Stop'")
 
-        page.js("document.getElementById('chat').click()")
-        fill(page, max_tokens=400, seed=5)
+        def shown() -> tuple[str, str]:
+            """The status, and what stands in the box."""
+            return text_of(page, "status"), page.js("document.getElementById('prompt').value")
+
+        chat(page, max_tokens=400)
         for number, (since, kept) in enumerate((("", "one"), ("two", "one\ntwo")), 1):
-            ask_for("one")
-            fill(page, prompt=since)
-            page.js("document.getElementById('go').click()")
-            runs(page, number)
-            assert text_of(page, "status") == "Stopped."
-            assert page.js("document.getElementById('prompt').value") == kept
-        ask_for("one")
+            ask_for_one()
+            done(page, number, prompt=since)
+            assert shown() == ("Stopped.", kept)
+        ask_for_one()
         page.js("document.querySelector('[value=prompt]').click()")
-        fill(page, prompt="a prompt")
-        page.js("document.getElementById('go').click()")
-        runs(page, 3)
-        assert page.js("document.getElementById('prompt').value") == "a prompt"
-        page.js("document.getElementById('chat').click()")
-        assert page.js("document.getElementById('prompt').value") == "one"
-        ask_for("one")
+        done(page, 3, prompt="a prompt")
+        assert shown()[1] == "a prompt"
+        click(page, "chat")
+        assert shown()[1] == "one"
+        ask_for_one()
         gate.allow(8)
         page.wait("document.querySelector('.turn:last-child .origin-draft, .turn:last-child .origin-target')")
-        page.js("document.getElementById('go').click()")
-        runs(page, 4)
-        assert text_of(page, "status") == "Stopped." and page.js("document.getElementById('prompt').value") == ""
-        page.js("document.getElementById('go').click()")  # nothing to send is still refused
+        done(page, 4)
+        assert shown() == ("Stopped.", "")
+        click(page, "go")  # nothing to send is still refused
         assert page.js("document.getElementById('prompt').matches(':invalid') && !document.querySelector('.caret')")
         gate.open()
         own.wait_until(own.is_at_rest)
@@ -132,57 +150,61 @@ def test_stop_always_stops_and_nothing_typed_is_lost(browser: Browser) -> None:
 
 def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: Browser) -> None:
     """With --offline-ok. Once a cloud answers, a button has the target check the text, in a chat too."""
-    port = free_port()
-    draft = OfflineSettings("a-draft", 4096)
+    port, offered = free_port(), "document.getElementById('unverified').checkVisibility()"
     with (
-        serve_local(f"http://127.0.0.1:{port}", LocalSettings(depth="8"), offline=draft) as own,
+        serve_local(
+            f"http://127.0.0.1:{port}", LocalSettings(depth="8"), offline=OfflineSettings("a-draft", 4096)
+        ) as own,
         opened(browser, own.url, complaints=None) as page,
     ):
         assert text_of(page, "model") == "a-draft, no cloud"
-        page.js("document.getElementById('chat').click()")
-        fill(page, max_tokens=24, seed=5, prompt=PROMPT)
-        page.js("document.getElementById('go').click()")
-        runs(page, 1)
-        assert "24 tokens are unverified." in text_of(page, "status")
-        assert page.js("document.querySelectorAll('.origin-unverified').length") > 1  # the legend has one
-        assert page.js("document.getElementById('unverified').checkVisibility()")
-        page.js("document.getElementById('new').click()")  # the old conversation does not come back
-        assert not page.js("document.getElementById('unverified').checkVisibility()")
-        fill(page, prompt=PROMPT)
-        page.js("document.getElementById('go').click()")
-        runs(page, 2)
-        page.js("document.getElementById('verify').click()")
+        chat(page, max_tokens=24)
+        done(page, 1, prompt=PROMPT)
+        assert "24 tokens are unverified." in text_of(page, "status") and page.js(offered)
+        assert number_of(page, ".origin-unverified") > 1  # the legend has one
+        click(page, "new")  # the old conversation does not come back
+        assert not page.js(offered)
+        done(page, 2, prompt=PROMPT)
+        click(page, "verify")
         page.wait("document.body.dataset.runs === '3'")
-        assert text_of(page, "error") and page.js("document.getElementById('unverified').checkVisibility()")
+        assert text_of(page, "error") and page.js(offered)
         with proxy_to(cloud.url, listen_port=port):
-            page.js("document.getElementById('verify').click()")
-            runs(page, 4)
+            done(page, 4, "verify")
             page.wait("document.getElementById('model').textContent === 'fake'")
-            assert not page.js("document.getElementById('unverified').checkVisibility()")
-            messages = [{"role": "user", "content": PROMPT}]
-            expected = events_of(ask(own, prompt=None, messages=messages, max_tokens=24))
-            shown = "".join(token["text"] for token in tokens_of(expected))
-            assert text_of(page, "text").endswith(visible(shown + expected[-1]["text"]))
+            assert not page.js(offered)
+            asked = ask(own, prompt=None, messages=[message("user", PROMPT)], max_tokens=24)
+            assert text_of(page, "text").endswith(visible(whole_text(events_of(asked))))
             assert "the same" in text_of(page, "status") or "were replaced" in text_of(page, "status")
         own.wait_until(own.is_at_rest)
 
 
-def test_a_comparison_shows_equal_texts(local: LocalEndpoint, browser: Browser) -> None:
-    """Both times, and that the texts are equal; the slider works by keys and says its value."""
+def test_a_comparison_and_a_conversation(local: LocalEndpoint, browser: Browser) -> None:
+    """Both times, and that the texts are equal; the slider works by keys and says its value. In a chat each turn is
+    sent with those before it, and a new conversation forgets them.
+    """
     with opened(browser, local.url) as page:
         fill(page, max_tokens=12, prompt=PROMPT)
         page.js("document.getElementById('delay').focus()")
         for _ in range(5):
             page.press("ArrowRight")
-        assert text_of(page, "delay-shown") == "+ 50 ms"
-        assert page.js("document.getElementById('delay').ariaValueText") == "+ 50 ms"
-        page.js("document.getElementById('compare').click()")
-        runs(page, 1)
+        assert text_of(page, "delay-shown") == page.js("document.getElementById('delay').ariaValueText") == "+ 50 ms"
+        done(page, 1, "compare")
         assert re.match(r"The texts are equal: \d+ characters\. ", text_of(page, "verdict"))
         for row in ("run-cloud", "run-draft"):
             times = page.js(f"[...document.querySelectorAll('#{row} td')].map((cell) => cell.textContent)")
             assert re.fullmatch(r"\d+\.\d\d s", times[0]) and re.fullmatch(r"\d+ ms", times[1]), times
             assert int(times[1].removesuffix(" ms")) >= 50
+        chat(page)
+        messages: list[dict[str, str]] = []
+        for number, words in enumerate(("zip(", "drafts"), 2):
+            done(page, number, prompt=words)
+            messages.append(message("user", words))
+            asked = {"messages": messages, "max_tokens": 12, "temperature": 0.8, "seed": 5}
+            answer = local.post(asked, "/v1/chat/completions")["choices"][0]["message"]["content"]
+            messages.append(message("assistant", answer))
+            assert turns_of(page) == [visible(each["content"]) for each in messages]
+        click(page, "new")
+        assert turns_of(page) == []
 
 
 def test_the_policy_stops_what_the_page_does_not_do(local: LocalEndpoint, browser: Browser) -> None:
@@ -203,46 +225,19 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(cloud: FakeServer, browser: 
         assert ask(own).status_code == httpx.get(f"{own.url}/v1/outrider/info").status_code == 401
         with opened(browser, own.url, complaints=2) as page:  # the answers 401 are in the console
             assert page.js("document.activeElement.id") == "key" and text_of(page, "model") == "…"
-            page.type("a-k\u00e9y-\u2019of-the-device")
-            page.press("Enter")
-            page.wait("document.getElementById('error').textContent.includes('beyond ASCII')")
-            page.js("document.getElementById('key').select()")
-            page.type("a-wrong-key-of-the-device")
-            page.press("Enter")
-            page.wait("document.getElementById('error').textContent.includes('not accepted')")
-            page.js("document.getElementById('key').select()")
-            page.type(KEY)
-            page.press("Enter")
-            page.wait("document.getElementById('model').textContent === 'fake'")
+            for key, name, words in (
+                ("a-k\u00e9y-\u2019of-the-device", "error", "beyond ASCII"),
+                ("a-wrong-key-of-the-device", "error", "not accepted"),
+                (KEY, "model", "fake"),
+            ):
+                page.js("document.getElementById('key').select()")
+                page.type(key)
+                page.press("Enter")
+                page.wait(f"document.getElementById({name!r}).textContent.includes({words!r})")
             assert page.js("document.getElementById('key-form').hidden && document.getElementById('key').value === ''")
-            fill(page, max_tokens=8)
-            page.js("document.getElementById('go').click()")
-            runs(page, 1)
+            done(page, 1, max_tokens=8)
             kept = page.js("[localStorage.length, sessionStorage.length, document.cookie, location.href, name]")
             assert kept == [0, 0, "", f"{own.url}/", ""]
-
-
-def test_a_conversation(local: LocalEndpoint, browser: Browser) -> None:
-    """Each turn is sent with those before it, and a new conversation forgets them."""
-    with opened(browser, local.url) as page:
-        page.js("document.getElementById('chat').click()")
-        fill(page, max_tokens=12, seed=5)
-        answers: list[str] = []
-        messages: list[dict[str, str]] = []
-        for number, words in enumerate(("zip(", "drafts"), 1):
-            fill(page, prompt=words)
-            page.js("document.getElementById('prompt').focus()")
-            page.press("Enter", CTRL)
-            runs(page, number)
-            messages.append({"role": "user", "content": words})
-            chat = {"messages": messages, "max_tokens": 12, "temperature": 0.8, "seed": 5}
-            answer = httpx.post(f"{local.url}/v1/chat/completions", json=chat, timeout=60.0).json()
-            answers.append(answer["choices"][0]["message"]["content"])
-            messages.append({"role": "assistant", "content": answers[-1]})
-            turns = page.js("[...document.querySelectorAll('.turn')].map((turn) => turn.lastChild.textContent)")
-            assert turns == [visible(message["content"]) for message in messages]
-        page.js("document.getElementById('new').click()")
-        assert page.js("document.querySelectorAll('.turn').length") == 0
 
 
 ASK = """fetch(%s, {
@@ -255,18 +250,20 @@ ASK = """fetch(%s, {
 
 def test_a_chat_program_in_the_browser(cloud: FakeServer, browser: Browser) -> None:
     """A page of an allowed origin streams a chat and reads errors; a page of another one gets nothing."""
-    chat = {"model": "fake", "messages": [{"role": "user", "content": "zip("}], "max_tokens": 12, "stream": True}
-    chat["seed"] = 1  # another text may end by itself
-    other = cloud.url.replace("127.0.0.1", "localhost")
+    fields = {"model": "fake", "messages": [message("user", "zip(")], "max_tokens": 12, "stream": True}
     with serve_local(cloud.url, LocalSettings(allowed_origins=(cloud.url,))) as local, browser.page() as page:
-        path = json.dumps(f"{local.url}/v1/chat/completions")
+
+        def asked(**more: object) -> Any:
+            whole = fields | {"seed": 1} | more  # another text may end by itself
+            return page.js(ASK % (json.dumps(f"{local.url}/v1/chat/completions"), json.dumps(whole)))
+
         page.open(f"{cloud.url}/health/live")
-        status, events = page.js(ASK % (path, json.dumps(chat)))
+        status, events = asked()
         assert status == 200 and events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
-        status, answer = page.js(ASK % (path, json.dumps(chat | {"n": 129})))
+        status, answer = asked(n=129)
         assert status == 400 and json.loads(answer)["error"]["param"] == "n"
-        page.open(f"{other}/health/live")
-        assert page.js(ASK % (path, json.dumps(chat))) == [0, "TypeError"]
+        page.open(cloud.url.replace("127.0.0.1", "localhost") + "/health/live")
+        assert asked() == [0, "TypeError"]
 
 
 CONTEXT = 160
@@ -281,15 +278,10 @@ window.fetch = (path, options) => {
 
 
 @pytest.fixture(scope="module")
-def small_cloud() -> Iterator[FakeServer]:
-    """A target with a small context."""
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=CONTEXT)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def small(small_cloud: FakeServer) -> Iterator[LocalEndpoint]:
-    with serve_local(small_cloud.url, LocalSettings(depth="4")) as running:
+def small() -> Iterator[LocalEndpoint]:
+    """For a target with a small context."""
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=CONTEXT)
+    with serve_fake(runtime=runtime) as cloud, serve_local(cloud.url, LocalSettings(depth="4")) as running:
         yield running
 
 
@@ -297,34 +289,29 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def num_tokens(cloud: FakeServer, messages: list[dict[str, str]]) -> int:
+def num_tokens(local: LocalEndpoint, messages: list[dict[str, str]]) -> int:
     """By the target's template."""
-    answer = httpx.post(f"{cloud.url}/v1/render", json={"messages": messages}, timeout=30.0)
-    return len(RenderAnswer.model_validate_json(answer.content).tokens)
+    (cloud,) = local.core.upstream.fleet.clients
+    return len(httpx.post(f"{cloud.url}/v1/render", json={"messages": messages}, timeout=30.0).json()["tokens"])
 
 
-def test_the_oldest_turns_are_dropped_and_the_system_message_stays(
-    small_cloud: FakeServer, small: LocalEndpoint
-) -> None:
+def test_the_oldest_turns_are_dropped_and_the_system_message_stays(small: LocalEndpoint) -> None:
     """The first event says how many; the text is that of the messages that are left."""
     system = message("system", "zip")
     turns = [message(role, f"{number} {'drafts ' * 8}") for number in range(6) for role in ("user", "assistant")]
     messages = [system, *turns, message("user", "tokens")]
-    assert num_tokens(small_cloud, [system]) < CONTEXT / 4
+    assert num_tokens(small, [system]) < CONTEXT / 4
 
     def told(messages: list[dict[str, str]]) -> list[dict[str, Any]]:
         return events_of(ask(small, prompt=None, messages=messages, max_tokens=12))
 
-    first, *others = told(messages)
-    assert first["type"] == "dropped" and first["max_positions"] == CONTEXT
+    first, *_, end = told(messages)
+    assert (first["type"], first["max_positions"], end["type"]) == ("dropped", CONTEXT, "end")
     assert first["num_messages"] == 2 * first["num_turns"] > 0
     kept = [system, *messages[1 + first["num_messages"] :]]
-    end, alone = others[-1], told(kept)[-1]
-    assert (
-        end["type"] == "end"
-        and end["num_prompt"] == alone["num_prompt"] == num_tokens(small_cloud, kept) <= CONTEXT / 2
-    )
-    assert told(kept)[0]["type"] != "dropped"
+    begun, *_, alone = told(kept)
+    assert end["num_prompt"] == alone["num_prompt"] == num_tokens(small, kept) <= CONTEXT / 2
+    assert begun["type"] != "dropped"
     long = [message("user", "drafts " * 400)]
     assert code_of(ask(small, prompt=None, messages=long)) == (400, "context_length_exceeded")
     followed = ask(small, prompt=None, messages=[*long, message("assistant", "x"), message("user", "tokens")])
@@ -332,51 +319,33 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_stays(
 
 
 def test_the_page_goes_on_with_a_notice(small: LocalEndpoint, browser: Browser) -> None:
-    """What was dropped stays readable above the notice, and is not sent again. A new conversation has no notice."""
+    """What was dropped stays readable above the notice, and is not sent again. A new conversation has no notice.
+
+    The texts of a comparison have the same prompt, both requests begin at the same message; each turn is shown once.
+    """
     with opened(browser, small.url, script=COUNT_REQUESTS) as page:
-        page.js("document.getElementById('chat').click()")
-        fill(page, max_tokens=16, seed=5)
+        chat(page, max_tokens=16)
         number = 0
-        while not page.js("document.querySelectorAll('.dropped').length"):
+        while not number_of(page, ".dropped"):
             number += 1
             assert number < 12, "the context is never full"
-            fill(page, prompt=f"{number} drafts tokens")
-            page.js("document.getElementById('prompt').focus()")
-            page.press("Enter", CTRL)
-            runs(page, number)
-        turns = page.js("[...document.querySelectorAll('.turn')].map((turn) => turn.lastChild.textContent)")
+            done(page, number, prompt=f"{number} drafts tokens")
+        turns = turns_of(page)
         assert len(turns) == 2 * number and turns[0] == "1 drafts tokens"
-        notice = text_of(page, "text").split(f"The context of {CONTEXT} tokens is full: the ")[1]
+        _, notice = text_of(page, "text").split(f"The context of {CONTEXT} tokens is full: the ")
         assert "The model no longer sees what stands above." in notice
         above = page.js("[...document.getElementById('text').children].findIndex((each) => each.matches('.dropped'))")
         assert 0 < above < 2 * number - 1 and above % 2 == 0
-        fill(page, prompt="more")
-        page.js("document.getElementById('go').click()")
-        runs(page, number + 1)
+        done(page, number + 1, prompt="more")
         sent = page.js("window.asked.at(-1).messages.map((each) => each.content)")
         assert sent[0] == turns[above] and sent[-1] == "more" and len(sent) == 2 * number + 1 - above
-        assert page.js("document.querySelectorAll('.turn').length") == 2 * number + 2
-        page.js("document.getElementById('new').click()")
-        fill(page, prompt="again")
-        page.js("document.getElementById('go').click()")
-        runs(page, number + 2)
-        assert page.js("document.querySelectorAll('.dropped').length") == 0
-        assert page.js("window.asked.at(-1).messages.length") == 1
-
-
-def test_a_comparison_in_a_full_chat_shows_each_turn_once(small: LocalEndpoint, browser: Browser) -> None:
-    """Both texts have the same prompt, and both requests begin at the same message."""
-    with opened(browser, small.url, script=COUNT_REQUESTS) as page:
-        page.js("document.getElementById('chat').click()")
-        fill(page, max_tokens=8, seed=5)
-        for number, words in enumerate(("drafts " * 20, "zip " * 20), 1):
-            fill(page, prompt=words)
-            page.js("document.getElementById('go').click()")
-            runs(page, number)
-        fill(page, prompt="tokens " * 20)
-        page.js("document.getElementById('compare').click()")
-        runs(page, 3)
-        assert page.js("document.querySelectorAll('.dropped').length") == 1
-        assert page.js("document.querySelectorAll('.turn').length") == 6
+        assert number_of(page, ".turn") == 2 * number + 2
+        click(page, "new")
+        for count, words in enumerate(("drafts " * 20, "zip " * 20), 1):
+            done(page, number + 1 + count, prompt=words, max_tokens=8)
+            assert page.js("window.asked.at(-1).messages.length") == 2 * count - 1
+        assert number_of(page, ".dropped") == 0
+        done(page, number + 4, "compare", prompt="tokens " * 20)
+        assert (number_of(page, ".dropped"), number_of(page, ".turn")) == (1, 6)
         first, second = page.js("window.asked.slice(-2).map((each) => each.messages.length)")
         assert first == second and "The texts are equal" in text_of(page, "verdict")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.chromium import Browser, Page
 from tests.local_endpoint import LocalEndpoint
-from tests.test_edge_page import fill, opened, text_of
+from tests.test_edge_page import click, fill, number_of, opened, text_of
 
 from outrider.edge.serve.page_routes import GENERATE
 
@@ -81,7 +81,7 @@ def scene(local: LocalEndpoint, browser: Browser) -> Iterator[Page]:
     failure = {"type": "error", "error": {"code": "x", "message": HOSTILE, "type": "server_error"}}
     with opened(browser, local.url, script=scripted(COMMIT, STATE, failure)) as page:
         fill(page, prompt=HOSTILE, seed=1)
-        page.js("document.getElementById('go').click()")
+        click(page, "go")
         page.wait("document.body.dataset.runs === '1'")
         for name in ("comparison", "key-form", "new", "unverified"):
             page.js(f"document.getElementById({name!r}).hidden = false")
@@ -99,21 +99,17 @@ def test_colours_say_who_produced_a_token(scene: Page) -> None:
         ["origin-target", LONG + SHOWN],
         ["origin-unverified", "five"],
     ]
-    colours = scene.js(
+    styles = scene.js(
         "['prompt', 'draft', 'alternative', 'lookup', 'target', 'unverified'].map((name) => getComputedStyle("
-        "document.querySelector(`#text .origin-${name}, #text .${name}`)).color)"
+        "document.querySelector(`#text .origin-${name}, #text .${name}`)))"
+        ".map((style) => [style.color, style.textDecorationStyle])"
     )
-    assert len(set(colours)) == 6
-    lines = scene.js(
-        "['draft', 'alternative', 'lookup', 'target', 'unverified'].map((name) => getComputedStyle("
-        "document.querySelector(`#text .origin-${name}`)).textDecorationStyle)"
-    )
-    assert lines == ["solid", "dotted", "dashed", "solid", "wavy"]
-    assert text_of(scene, "f-accepted") == "43 %" and text_of(scene, "f-pass") == "7.00"
-    assert text_of(scene, "f-rtt") == "12 ms"
+    assert len({colour for colour, _ in styles}) == 6
+    assert [line for _, line in styles[1:]] == ["solid", "dotted", "dashed", "solid", "wavy"]
+    assert [text_of(scene, name) for name in ("f-accepted", "f-pass", "f-rtt")] == ["43 %", "7.00", "12 ms"]
     nodes = scene.js("[...document.querySelectorAll('#tree rect:not(.cursor)')].map((n) => n.getAttribute('class'))")
     assert nodes == ["stroke-draft", "stroke-alternative unsent", "stroke-lookup unsent"]
-    assert scene.js("document.querySelectorAll('#timeline rect:not(.lane)').length") == 4
+    assert number_of(scene, "#timeline rect:not(.lane)") == 4
 
 
 def test_a_commit_moves_the_tree(scene: Page) -> None:
@@ -138,17 +134,15 @@ def test_a_narrow_window_has_no_sideways_scroll(scene: Page, width: int) -> None
     """Also with long words in the text, in the names and in the tree; what is pressed is large enough."""
     scene.resize(width, 800)
     try:
-        scene.wait(f"document.documentElement.clientWidth === {width}")
-        scene.wait(  # drawn again for this width
-            "[...document.querySelectorAll('#timeline .lane')]"
+        scene.wait(  # until it is drawn again for this width
+            f"document.documentElement.clientWidth === {width} && [...document.querySelectorAll('#timeline .lane')]"
             f".every((lane) => lane.getBoundingClientRect().right <= {width})"
         )
-        assert scene.js("document.documentElement.scrollWidth") == width
         outside = scene.js(
             "[...document.querySelectorAll('body *')].filter((each) => !each.closest('.unseen') &&"
             f" each.getBoundingClientRect().right > {width}).map((each) => each.outerHTML.slice(0, 80))"
         )
-        assert outside == []
+        assert (scene.js("document.documentElement.scrollWidth"), outside) == (width, [])
         small = scene.js(
             "[...document.querySelectorAll('button, input:not([type=range]), textarea')]"
             ".map((each) => each.closest('label') || each)"
@@ -215,9 +209,10 @@ def test_contrast_is_enough_in_both_schemes(scene: Page, scheme: str) -> None:
 
 def test_a_screen_reader_gets_names_and_roles(scene: Page) -> None:
     """Every control and picture has a name, regions have headings, the status is live and the text is not."""
-    nodes = scene.call("Accessibility.getFullAXTree")["nodes"]
     found = [
-        (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored")
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in scene.call("Accessibility.getFullAXTree")["nodes"]
+        if not node.get("ignored")
     ]
     named = {"button", "textbox", "spinbutton", "slider", "radio", "img", "image", "region", "form", "group"}
     assert [each for each in found if each[0] in named and not each[1]] == []
@@ -234,9 +229,8 @@ def test_a_screen_reader_gets_names_and_roles(scene: Page) -> None:
         "Guesses after the cursor",
         "The last 4 seconds",
     ]
-    assert scene.js("document.documentElement.lang") == "en"
-    assert scene.js("document.getElementById('status').role") == "status"
-    assert scene.js("document.getElementById('error').role") == "alert"
-    assert scene.js("document.querySelectorAll('[aria-live]').length") == 0  # tokens would drown the rest
+    roles = scene.js("['status', 'error'].map((name) => document.getElementById(name).role)")
+    assert (scene.js("document.documentElement.lang"), roles) == ("en", ["status", "alert"])
+    assert number_of(scene, "[aria-live]") == 0  # tokens would drown the rest
     ids = scene.js("[...document.querySelectorAll('[id]')].map((each) => each.id)")
     assert len(ids) == len(set(ids))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import socket
-import socketserver
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, aclosing, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -20,19 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
-from tests.hostile_answers import event, opened
+from tests.hostile_answers import USAGE, event, opened
+from tests.raw_client import post as raw_post
 from tests.raw_server import RawServer, raw_server
 from tests.serving import FakeServer
 from tests.waiting import TIMEOUT_S, wait_until
 
+from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.link.sender import DraftSender
-from outrider.models.client import exchange
 from outrider.models.client.checks import EventParser
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ConfigError, OutriderError, RequestError
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest, Taken
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 
 STREAM = (
     b'data: {"type":"open","session":"s","model":"m","protocol":1,"step_ms":40.5}\n\n'
@@ -48,14 +47,10 @@ STREAM = (
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
     """TCP may split an event anywhere; comments and unknown keys are skipped."""
-    parser, events = EventParser("http://x"), list[SessionEvent | Taken]()
-    edges = [0, *sorted(cuts), len(STREAM)]
-    for start, end in pairwise(edges):
-        events += parser.feed(STREAM[start:end])
-    opened, first, second, ended = events
+    parser, pieces = EventParser("http://x"), pairwise([0, *sorted(cuts), len(STREAM)])
+    opened, *commits, ended = [event for start, end in pieces for event in parser.feed(STREAM[start:end])]
     assert isinstance(opened, SessionOpen) and opened.step_ms == 40.5
-    assert first == Commit(base=0, tokens=[311])
-    assert second == Commit(base=1, tokens=[57, 9], accepted=1, proposed=4)
+    assert commits == [Commit(base=0, tokens=[311]), Commit(base=1, tokens=[57, 9], accepted=1, proposed=4)]
     assert isinstance(ended, SessionEnd) and ended.reason == "length"
 
 
@@ -77,10 +72,9 @@ class Mailbag:
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
         await self.gate.wait()
-        number = int(message.body)
-        if number in self._refused:
+        if int(message.body) in self._refused:
             raise RequestError("too_many_requests", "refused", status=429)
-        self.got.append(number)
+        self.got.append(int(message.body))
 
 
 async def delivered(sender: DraftSender) -> None:
@@ -110,9 +104,8 @@ async def test_where_too_many_messages_are_in_flight_the_sender_is_not_free() ->
     assert freed == [True] and sender.is_free and sender.num_sent == 2
     sender.send(bag, "s", message(3))
     await delivered(sender)
-    assert freed == [True]  # nobody was turned away
     await sender.aclose()
-    assert bag.got == [0, 1, 3]
+    assert (freed, bag.got) == ([True], [0, 1, 3])  # nobody was turned away from the third
 
 
 async def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> None:
@@ -154,20 +147,20 @@ async def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -
     assert (stopped.got, live.got, sender.num_failed, freed) == ([], [7, 8], 2, [])
 
 
-@pytest.mark.parametrize(
-    ("rates", "num_delivered"), [(FaultRates(), 1), (FaultRates(drop=1.0), 0), (FaultRates(duplicate=1.0), 2)]
-)
-async def test_faults_of_messages_are_what_they_say(rates: FaultRates, num_delivered: int) -> None:
+async def test_faults_of_messages_are_what_they_say() -> None:
     """Else tests of lost and doubled drafts would test nothing."""
-    bag = Mailbag()
-    with suppress(EndpointLost):
-        await FaultyPosts(bag, rates).post_drafts("s", message(7))
-    assert bag.got == [7] * num_delivered
+    for rates, num_delivered in ((FaultRates(), 1), (FaultRates(drop=1.0), 0), (FaultRates(duplicate=1.0), 2)):
+        bag = Mailbag()
+        with suppress(EndpointLost):
+            await FaultyPosts(bag, rates).post_drafts("s", message(7))
+        assert bag.got == [7] * num_delivered
 
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""
-Ask = Callable[[VerifierClient], Coroutine[Any, Any, object]]
+
+
+REQUEST = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
 
 
 async def post(client: VerifierClient) -> None:
@@ -176,9 +169,8 @@ async def post(client: VerifierClient) -> None:
 
 
 async def read_text(client: VerifierClient) -> None:
-    async with client.open_session(SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)) as events:
-        async for _ in events:
-            pass
+    async with client.open_session(REQUEST) as events:
+        assert [each async for each in events]
 
 
 async def cut_after(num_turns: int, num_cuts: int, ask: Coroutine[Any, Any, object]) -> None:
@@ -196,26 +188,20 @@ async def test_texts_one_after_the_other_share_a_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader stops at the session's end, before the body's: the rest is read for it. Without, each text connects."""
-    monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)  # a busy machine may be slow
-    request = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
+    monkeypatch.setattr("outrider.models.client.exchange._END_S", TIMEOUT_S)  # a busy machine may be slow
     seen: set[int] = set()
     async with VerifierClient(server.url, ONE) as client:
-        pool = client._http._transport._pool  # type: ignore[attr-defined]
         for _ in range(3):
-            async with client.open_session(request) as events, aclosing(events):
+            async with client.open_session(REQUEST) as events, aclosing(events):
                 assert [each.type async for each in until_end(events)][-1] == "end"
-            (held,) = pool.connections
-            assert held.is_idle()
+            (held,) = client._http._transport._pool.connections  # type: ignore[attr-defined]
             seen.add(id(held))
-    assert len(seen) == 1
+            assert held.is_idle() and len(seen) == 1
 
 
 async def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next text connects anew; nobody waits for longer than a moment, and closing the client in it is safe."""
-    counts = ("prompt_tokens", "completion_tokens", "target_passes", "accepted_prediction_tokens")
-    usage = dict.fromkeys((*counts, "rejected_prediction_tokens"), 0)
-    data = opened(300) + event(type="end", reason="stop", usage=usage)
-    request, closed = SessionRequest(prompt=[5, 6], max_tokens=3), list[bytes]()
+    data, closed = opened(300) + event(type="end", reason="stop", usage=USAGE), list[bytes]()
 
     def reply(server: RawServer, connection: socket.socket) -> None:
         connection.sendall(data)
@@ -224,14 +210,13 @@ async def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: p
     with raw_server(reply) as server:
         async with VerifierClient(server.url, ONE) as client:
             for _ in range(2):
-                async with client.open_session(request) as events, aclosing(events):
+                async with client.open_session(REQUEST) as events, aclosing(events):
                     assert [each.type async for each in until_end(events)] == ["open", "end"]
-        monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)
+        monkeypatch.setattr("outrider.models.client.exchange._END_S", TIMEOUT_S)
         async with VerifierClient(server.url, ONE) as client:
-            stack = client.open_session(request)
+            stack = client.open_session(REQUEST)
             events = await stack.__aenter__()
-            async for _ in until_end(events):
-                pass
+            assert [each.type async for each in until_end(events)] == ["open", "end"]
             leaving = asyncio.create_task(stack.__aexit__(None, None, None))
             await asyncio.sleep(0)
         await leaving
@@ -249,7 +234,7 @@ async def until_end(events: AsyncIterator[SessionEvent]) -> AsyncIterator[Sessio
 @pytest.mark.parametrize("num_cuts", [1, 3])
 @pytest.mark.parametrize("ask", [post, read_text])
 async def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(
-    server: FakeServer, ask: Ask, num_cuts: int
+    server: FakeServer, ask: Callable[[VerifierClient], Coroutine[Any, Any, object]], num_cuts: int
 ) -> None:
     """httpcore loses it at the turns at which it takes the connection, and at those at which it gives it back."""
     for num_turns in range(40):
@@ -296,66 +281,68 @@ async def test_over_another_transport_a_cancellation_reaches_the_request() -> No
         await cut.wait()
 
 
-@contextmanager
-def echo_server() -> Iterator[tuple[str, int]]:
-    """Echoes every connection's bytes until it closes, one after the other."""
+async def test_a_delayed_link_keeps_order_and_errors(server: FakeServer) -> None:
+    """Events come in order, each late; errors are raised as before, and leaving early ends the session."""
+    request = SessionRequest(prompt=[5, 6], max_tokens=8, ignore_eos=True)
+    loop = asyncio.get_running_loop()
+    async with VerifierClient(server.url) as client:
+        began = loop.time()
+        async with DelayedClient(client, 0.2).open_session(request) as events:
+            first, *commits, last = [event async for event in events]
+        assert isinstance(first, SessionOpen) and isinstance(last, SessionEnd) and loop.time() - began >= 0.2
+        bases = [event.base for event in commits if isinstance(event, Commit)]
+        assert bases == sorted(bases) and len(bases) == len(commits)
+        async with DelayedClient(client, 0.01).open_session(request.model_copy(update={"max_tokens": 500})) as events:
+            assert isinstance(await anext(events), SessionOpen)
+        await asyncio.to_thread(server.wait_until, server.is_empty)
+    with pytest.raises(EndpointLost):
+        async with VerifierClient("http://127.0.0.1:9") as far, DelayedClient(far, 0.01).open_session(request):
+            pass
 
-    class Echo(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with suppress(OSError):
-                while data := self.request.recv(4096):
-                    self.request.sendall(data)
 
-    with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield ("127.0.0.1", server.server_address[1])
-        server.shutdown()
-        thread.join()
+def echo(server: RawServer, connection: socket.socket) -> None:
+    """Answers with the request's body."""
+    connection.sendall(server.asked[connection][1])
+
+
+def proxied(server: RawServer, rtt_ms: float = 0.0) -> FaultyProxy:
+    return FaultyProxy("127.0.0.1", int(server.url.rpartition(":")[2]), ProxyOptions(rtt_ms))
+
+
+def whole(client: socket.socket) -> bytes:
+    """All that comes once nothing more is sent."""
+    client.shutdown(socket.SHUT_WR)
+    return b"".join(iter(lambda: client.recv(4096), b""))
 
 
 def test_the_proxy_delivers_every_byte_in_order_and_counts_both_ways() -> None:
-    """Chunks in flight keep their order; closing one side closes the other."""
-    sent = b"".join(b"%05d," % i for i in range(2000))
-    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=4.0)) as proxy:
-        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
-            for start in range(0, len(sent), 97):
-                client.sendall(sent[start : start + 97])
-            client.shutdown(socket.SHUT_WR)
-            got = b"".join(iter(lambda: client.recv(4096), b""))
-        assert got == sent
-        assert (proxy.bytes_up, proxy.bytes_down) == (len(sent), len(sent))
-
-
-def test_the_proxy_takes_another_round_trip() -> None:
-    """What comes after the change takes the new one; an impossible one is refused."""
-    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=60_000.0)) as proxy:
+    """Chunks in flight keep their order; closing one side closes the other. What comes after a change of the round trip
+    takes the new one; an impossible one is refused.
+    """
+    body = b"".join(b"%05d," % i for i in range(2000))
+    sent = raw_post("/", body)
+    with raw_server(echo) as server, proxied(server, 60_000.0) as proxy:
         with pytest.raises(ConfigError, match="rtt_ms is -1"):
             proxy.set_rtt_ms(-1.0)
-        proxy.set_rtt_ms(0.0)
+        proxy.set_rtt_ms(4.0)
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
-            client.sendall(b"x")
-            assert client.recv(10) == b"x"
+            for start in range(0, len(sent), 97):
+                client.sendall(sent[start : start + 97])
+            assert whole(client) == body
+        assert (proxy.bytes_up, proxy.bytes_down) == (len(sent), len(body))
 
 
 def test_connections_share_the_rate_of_a_throttled_link() -> None:
     """400 bytes of each of two connections at 64 kbit/s: 50 ms for each way of one, and 50 ms behind the other."""
-    for first_kbit_s in (64.0, 0.0):
-        with ExitStack() as stack:
-            address = stack.enter_context(echo_server())
-            proxy = stack.enter_context(FaultyProxy(*address, ProxyOptions(kbit_s=first_kbit_s)))
-            connect = functools.partial(socket.create_connection, ("127.0.0.1", proxy.port))
-            clients = [stack.enter_context(connect()) for _ in range(2)]
+    with raw_server(echo) as server, proxied(server) as proxy:
+        at = ("127.0.0.1", proxy.port)
+        with socket.create_connection(at) as one, socket.create_connection(at) as other:
             proxy.throttle(64.0)
             began_s = time.monotonic()
-            for client in clients:
-                client.sendall(b"x" * 400)
-                client.shutdown(socket.SHUT_WR)
-            for client in clients:
-                assert b"".join(iter(functools.partial(client.recv, 4096), b"")) == b"x" * 400
+            for client in (one, other):
+                client.sendall(raw_post("/", b"x" * 400))
+            assert whole(one) == whole(other) == b"x" * 400
             assert time.monotonic() - began_s >= 0.145
-    with pytest.raises(ConfigError, match=r"kbit_s is -1\.0"):
-        ProxyOptions(kbit_s=-1.0)
 
 
 def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
@@ -367,10 +354,10 @@ def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
                 stack.enter_context(socket.create_connection(("127.0.0.1", port)))
                 connected.set()
 
-    with echo_server() as address:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         for _ in range(5):
             connected = threading.Event()
-            with FaultyProxy(*address) as proxy:
+            with FaultyProxy(*listener.getsockname()) as proxy:
                 client = threading.Thread(target=connect_until_refused, args=(proxy.port,))
                 client.start()
                 assert connected.wait(10.0)

@@ -23,7 +23,6 @@ from outrider.edge.devices.placement import AS_BUNDLED, EMULATED_NPU, DraftChoic
 from outrider.edge.devices.profiles import Forecast, Link, Load, Profile, Profiles
 from outrider.edge.doctor.probe import ProbeFailed
 from outrider.edge.modes.draft_ladder import candidates_of
-from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 
@@ -141,12 +140,15 @@ def test_a_missing_npu_is_an_error_that_says_what_would_help(choice: DraftChoice
 def test_what_drafts_is_told_in_words_and_as_data() -> None:
     """The device, the runtime, the precision, the provider; an emulation is called one."""
     emulated = Placement("openvino", "npu", True, "int8", "NPU", EMULATED_NPU)
-    assert emulated.words == "int8, OpenVINO's NPU path emulated on the CPU"
-    assert Placement("openvino", "gpu", False, "int4", "GPU", "GPU").words == "int4, OpenVINO on the GPU"
     onnx = Placement("onnxruntime", "cpu", False, "int8", "CPU", "CPUExecutionProvider")
-    assert onnx.words == "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"
-    assert Placement("onnxruntime", None, False, "int8", "prefer-npu").words == "int8, ONNX Runtime"
-    assert Placement("ngram").words == "n-gram lookup, no model"
+    for placement, words in (
+        (emulated, "int8, OpenVINO's NPU path emulated on the CPU"),
+        (Placement("openvino", "gpu", False, "int4", "GPU", "GPU"), "int4, OpenVINO on the GPU"),
+        (onnx, "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"),
+        (Placement("onnxruntime", None, False, "int8", "prefer-npu"), "int8, ONNX Runtime"),
+        (Placement("ngram"), "n-gram lookup, no model"),
+    ):
+        assert placement.words == words
     assert json.loads(json.dumps(emulated.as_json())) == {
         "runtime": "openvino",
         "device": "npu",
@@ -161,10 +163,9 @@ def test_what_drafts_is_told_in_words_and_as_data() -> None:
 def test_the_summary_says_from_where_on_a_text_was_too_long_for_the_draft() -> None:
     """Once, and only then."""
     placement = Placement("openvino", "npu", True, "int8", max_positions=100)
-    assert len(draft_lines(placement, 60, 40)) == 1
+    assert len(draft_lines(placement, 60, 40)) == len(draft_lines(Placement("ngram"), 10_000, 1)) == 1
     assert "the cloud wrote everything after 40 tokens undrafted" in draft_lines(placement, 60, 41)[1]
     assert "the cloud wrote the whole text undrafted" in draft_lines(placement, 100, 1)[1]
-    assert len(draft_lines(Placement("ngram"), 10_000, 1)) == 1
 
 
 def found(openvino: FoundRuntime = CPU_ONLY) -> Any:
@@ -173,8 +174,8 @@ def found(openvino: FoundRuntime = CPU_ONLY) -> Any:
 
 def bundle(name: str, runtime: str, device: str, tokenizer: str = "0" * 64) -> Bundle:
     """What placement asks of a bundle."""
-    manifest = manifest_for(runtime, device, device.upper())
-    manifest = manifest.model_copy(update={"name": name, "tokenizer_fingerprint": tokenizer})
+    named = {"name": name, "tokenizer_fingerprint": tokenizer}
+    manifest = manifest_for(runtime, device, device.upper()).model_copy(update=named)
     return SimpleNamespace(manifest=manifest, path=Path(f"/{name}"))  # type: ignore[return-value]
 
 
@@ -185,8 +186,7 @@ def profiles_of(times: dict[str, tuple[float, float]], asked: list[str] | None =
             asked.append(key)
         if key not in times:
             raise ProbeFailed(f"{key} crashed")
-        one_ms, eight_ms = times[key]
-        return Profile(calls_ms={1: one_ms, 8: eight_ms})
+        return Profile(calls_ms=dict(zip((1, 8), times[key], strict=True)))
 
     return measure
 
@@ -222,22 +222,17 @@ def test_the_faster_runtime_drafts_and_its_profile_is_kept(tmp_path: Path) -> No
     assert words[0].startswith("quick (int8, ONNX Runtime on the CPU): ") and "slow (" in words[1]
 
 
-def test_times_of_a_busy_processor_are_not_kept(tmp_path: Path) -> None:
-    """They are used once; what cannot be profiled comes last and says why."""
-    drafts = [bundle("broken", "openvino", "cpu"), TWO[1]]
-    asked: list[str] = []
-    measure = profiles_of({"quick": (0.25, 2.0)}, asked)
-    for _ in range(2):
-        found = ranked(tmp_path, drafts, measure, load=Load(0.9))
-        assert names(found) == ["quick cpu", "broken cpu"] and found[1].error == "broken crashed"
-        assert found[0].load == CALM  # the times have the load in them
-    assert asked == ["broken", "quick"] * 2
-
-
-def test_a_place_that_cannot_be_profiled_is_left_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that hangs takes minutes at each start. Asked for, it is tried again."""
+def test_what_cannot_be_profiled_is_left_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes last and says why: a driver that hangs takes minutes at each start. Asked for, it is tried again. Times
+    of a busy processor are used once, and nothing is kept of them.
+    """
     drafts, asked = [bundle("broken", "openvino", "cpu"), TWO[1]], list[str]()
     measure = profiles_of({"quick": (0.25, 2.0)}, asked)
+    for num in (1, 2):
+        best, last = ranked(tmp_path, drafts, measure, load=Load(0.9))
+        assert names([best, last]) == ["quick cpu", "broken cpu"] and last.error == "broken crashed"
+        assert best.load == CALM and asked == ["broken", "quick"] * num  # the times have the load in them
+    asked.clear()
     for _ in range(2):
         words = placed_words(ranked(tmp_path, drafts, measure))
         assert "no profile: broken crashed (`outrider devices --profile`" in words and asked == ["broken", "quick"]
@@ -253,17 +248,19 @@ def test_a_place_that_cannot_be_profiled_is_left_for_a_day(tmp_path: Path, monke
 def test_no_kind_of_device_wins_unmeasured(tmp_path: Path) -> None:
     """NPU, GPU and processor by their times; a draft for an NPU runs nowhere else."""
     drafts = [bundle("npu", "openvino", "npu"), bundle("cpu", "openvino", "cpu")]
-    candidates = candidates_of(drafts, AS_BUNDLED, found(ALL))
-    places = [(each.bundle.manifest.name, each.placement.device) for each in candidates]
-    assert places == [("npu", "npu"), ("cpu", "cpu"), ("cpu", "gpu")]
+    places = [(each.bundle, each.placement.device) for each in candidates_of(drafts, AS_BUNDLED, found(ALL))]
+    assert places == [(drafts[0], "npu"), (drafts[1], "cpu"), (drafts[1], "gpu")]
     times = {"npu": (5.0, 40.0), "cpu": (2.0, 6.0), "cpu gpu": (3.0, 3.5)}
 
     def order(link: Link | None = None, load: Load = CALM, place: Path = tmp_path) -> list[str]:
         return names(ranked(place, drafts, profiles_of(times), link, load, found(ALL)))
 
-    assert order(Link(1.0, 40.0)) == ["cpu gpu", "cpu cpu", "npu npu"]  # eight nodes in a call count more than 1 ms
-    assert order(Link(1.0, 5.0)) == ["cpu cpu", "cpu gpu", "npu npu"]
-    assert order(Link(1.0, 40.0), Load(0.95)) == ["cpu gpu", "npu npu", "cpu cpu"]
+    for link, load, expected in (
+        (Link(1.0, 40.0), CALM, ["cpu gpu", "cpu cpu", "npu npu"]),  # eight nodes in a call count more than 1 ms
+        (Link(1.0, 5.0), CALM, ["cpu cpu", "cpu gpu", "npu npu"]),
+        (Link(1.0, 40.0), Load(0.95), ["cpu gpu", "npu npu", "cpu cpu"]),
+    ):
+        assert order(link, load) == expected
     times.update(npu=(0.2, 1.6))
     assert order()[-1] == "npu npu"  # kept from before
     assert order(place=tmp_path / "fresh")[0] == "npu npu"
@@ -282,12 +279,12 @@ def test_where_no_draft_pays_the_quickest_comes_first(tmp_path: Path, monkeypatc
 
 def test_drafts_of_different_targets_do_not_compete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.edge.devices.discovery.find_runtime", found())
+    one = bundle("a", "openvino", "cpu")
     with pytest.raises(ConfigError, match="different tokenizers"):
-        candidates_of([bundle("a", "openvino", "cpu"), bundle("b", "openvino", "cpu", "1" * 64)], AS_BUNDLED, found())
+        candidates_of([one, bundle("b", "openvino", "cpu", "1" * 64)], AS_BUNDLED, found())
     with pytest.raises(RuntimeUnavailable):
         candidates_of([bundle("a", "openvino", "npu")], AS_BUNDLED, found())
-    ngram = candidates_of([bundle("a", "openvino", "cpu")], DraftChoice("ngram"), found())
-    assert [each.placement.runtime for each in ngram] == ["ngram"]
+    assert [each.placement.runtime for each in candidates_of([one], DraftChoice("ngram"), found())] == ["ngram"]
 
 
 def test_a_named_device_comes_first_whatever_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,20 +297,18 @@ def test_a_named_device_comes_first_whatever_its_times(monkeypatch: pytest.Monke
     assert [each.placement.device for each in placed] == ["gpu", "cpu"]
 
 
-def test_devices_profile_prints_a_table(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, shelf: Shelf) -> None:
+@pytest.mark.usefixtures("shelf")
+def test_devices_profile_prints_a_table(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of given drafts, the best first; as JSON too; without --profile the options are refused."""
-    drafts = {each.manifest.name: each for each in TWO}
     monkeypatch.setattr("outrider.edge.devices.discovery.find_runtime", found())
+    drafts, measured = {each.manifest.name: each for each in TWO}, {"slow": (0.6, 2.0), "quick": (0.25, 2.0)}
     monkeypatch.setattr("outrider.edge.cli.placing.open_draft_bundle", lambda path: drafts[path.name])
-    measured = {"slow": (0.6, 2.0), "quick": (0.25, 2.0)}
     monkeypatch.setattr("outrider.edge.cli.placing.profile_draft", profiles_of(measured))
     given = ["--draft", "slow", "--draft", "quick"]
-    rows = json.loads(outrider("devices", "--profile", *given, "--json").out)["profiles"]
-    assert [(each["draft"], each["calls_ms"]) for each in rows] == [
-        ("quick", {"1": 0.25, "8": 2.0}),
-        ("slow", {"1": 0.6, "8": 2.0}),
-    ]
-    assert rows[0]["tokens_per_s"] >= rows[1]["tokens_per_s"] > 0.0
+    best, other = json.loads(outrider("devices", "--profile", *given, "--json").out)["profiles"]
+    assert (best["draft"], best["calls_ms"]) == ("quick", {"1": 0.25, "8": 2.0})
+    assert (other["draft"], other["calls_ms"]) == ("slow", {"1": 0.6, "8": 2.0})
+    assert best["tokens_per_s"] >= other["tokens_per_s"] > 0.0
     monkeypatch.setenv("COLUMNS", "200")
     shown = outrider("devices", "--profile", *given).out
     assert shown.index("quick") < shown.index("slow") and "ms/8" in shown and "ms/16" not in shown

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
+from tests.agents import VOCAB, asking, generate
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.ranks import read_ranks
 from tests.serving import FakeServer
-from tests.test_edge_ladder import PARAMS
-from tests.waiting import run
 
 from outrider.edge.cli.summary import result_as_json, summary_lines
-from outrider.edge.devices import energy
-from outrider.edge.devices.energy import EnergyMeter, EnergySpan, energy_meter, powercap_meter, windows_meter
+from outrider.edge.devices.energy import (
+    EnergyMeter,
+    EnergySpan,
+    _RawCounter,
+    energy_meter,
+    powercap_meter,
+    windows_meter,
+)
 from outrider.edge.devices.profiles import (
     CALL_SIZES,
     Link,
@@ -32,13 +37,10 @@ from outrider.edge.devices.profiles import (
 )
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.drafting.node_times import time_nodes
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.recorder import Recorder
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.results import Mode
 from outrider.export.report.simulation.trees import simulate
 from outrider.export.report.simulation.world import Form, Plan, Times
-from outrider.models.client.client import VerifierClient
 from outrider.models.errors import BundleError
 
 RANGE_UJ = 262_143_328_850
@@ -82,17 +84,14 @@ def test_packages_are_summed_and_nothing_counts_twice(laptop: Path) -> None:
     assert span.joules is None, "a counter that has not moved says nothing"
     zone(laptop, "intel-rapl:0", "package-0", 9_500_000)
     assert span.joules == pytest.approx(2.5)
-    other = zone(laptop, "intel-rapl:2", "package-1", 1)
-    span = EnergySpan(meter_of(laptop))
-    other.write_text("3000001\n")
-    assert span.joules == pytest.approx(3.0)
-
-
-def test_a_counter_that_begins_again_goes_on(laptop: Path) -> None:
-    counter = zone(laptop, "intel-rapl:0", "package-0", RANGE_UJ - 1_000_000)
-    span = EnergySpan(meter_of(laptop))
-    counter.write_text("500000\n")
-    assert span.joules == pytest.approx(1.5)
+    for place, name, before, after, joules in (
+        ("intel-rapl:2", "package-1", 1, 3_000_001, 3.0),
+        ("intel-rapl:0", "package-0", RANGE_UJ - 1_000_000, 500_000, 1.5),  # a counter that begins again goes on
+    ):
+        counter = zone(laptop, place, name, before)
+        span = EnergySpan(meter_of(laptop))
+        counter.write_text(f"{after}\n")
+        assert span.joules == pytest.approx(joules)
 
 
 @pytest.mark.parametrize("broken", [None, "much\n", "", "\xb5"])
@@ -106,101 +105,77 @@ def test_a_counter_that_is_gone_or_breaks_says_nothing(broken: str | None, lapto
 def test_why_there_is_no_meter(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No zone; a file that only root may read, with what opens it; a file that is no number."""
     assert "has no package domain" in str(powercap_meter(laptop / "intel-rapl:1"))
-    zone(laptop, "intel-rapl:0", "package-0").write_text("much\n")
-    assert "cannot be read" in str(powercap_meter(laptop))
-    zone(laptop, "intel-rapl:0", "package-0").with_name("max_energy_range_uj").write_text("0\n")
-    assert "says no range" in str(powercap_meter(laptop))
+    for file, text, words in (("energy_uj", "much", "cannot be read"), ("max_energy_range_uj", "0", "says no range")):
+        zone(laptop, "intel-rapl:0", "package-0").with_name(file).write_text(f"{text}\n")
+        assert words in str(powercap_meter(laptop))
 
-    def refuse(file: Path) -> int:
-        raise PermissionError(13, "Permission denied", str(file))
-
-    monkeypatch.setattr(energy, "_number", refuse)
+    refused = PermissionError(13, "Permission denied", str(laptop / "intel-rapl:0" / "energy_uj"))
+    monkeypatch.setattr("outrider.edge.devices.energy._number", Mock(side_effect=refused))
     why = str(powercap_meter(laptop))
     assert f"only root may read {laptop / 'intel-rapl:0' / 'energy_uj'}" in why
     assert f"sudo chmod a+r {laptop}/intel-rapl:*/energy_uj" in why and "CVE-2020-8694" in why
     assert EnergySpan(why).joules is None
+    assert energy_meter()  # this system has one, or says why not
 
 
-def test_this_system_has_a_meter_or_says_why_not() -> None:
-    assert energy_meter()
+def pdh_with(opened: int = 0, added: int = 0, status: int = 0) -> Mock:
+    """Windows' library of performance counters, as far as it is called; its counter is `value`."""
 
-
-class Pdh:
-    """Windows' library of performance counters, as far as it is called."""
-
-    def __init__(self, opened: int = 0, added: int = 0, status: int = 0) -> None:
-        self.results, self.status, self.value = (opened, added), status, 0
-
-    def PdhOpenQueryW(self, source: None, data: Any, query: Any) -> int:
-        return self.results[0]
-
-    def PdhAddEnglishCounterW(self, query: Any, path: str, data: Any, counter: Any) -> int:
-        assert path == r"\Energy Meter(RAPL_Package0_PKG)\Energy"
-        return self.results[1]
-
-    def PdhCollectQueryData(self, query: Any) -> int:
+    def read(counter: Any, kind: None, raw: Any) -> int:
+        raw._obj.status, raw._obj.first = status, made.value
         return 0
 
-    def PdhGetRawCounterValue(self, counter: Any, kind: None, raw: Any) -> int:
-        raw._obj.status, raw._obj.first = self.status, self.value
-        return 0
+    made = Mock(value=0)
+    made.PdhOpenQueryW.return_value, made.PdhAddEnglishCounterW.return_value = opened, added
+    made.PdhCollectQueryData.return_value, made.PdhGetRawCounterValue.side_effect = 0, read
+    return made
 
 
 def test_windows_counts_picowatt_hours() -> None:
     """Not run on Windows: the layout is that of PDH_RAW_COUNTER, and a counter without a value is none."""
-    assert energy._RawCounter.first.offset == 16 and ctypes.sizeof(energy._RawCounter) == 40
-    pdh = Pdh()
-    meter = windows_meter(pdh)
-    assert isinstance(meter, EnergyMeter)
-    span = EnergySpan(meter)
+    assert _RawCounter.first.offset == 16 and ctypes.sizeof(_RawCounter) == 40
+    pdh = pdh_with()
+    span = EnergySpan(windows_meter(pdh))
+    assert pdh.PdhAddEnglishCounterW.call_args.args[1] == r"\Energy Meter(RAPL_Package0_PKG)\Energy"
     pdh.value = 1_000_000_000
     assert span.joules == pytest.approx(3.6)
-    for wrong in (Pdh(opened=1), Pdh(added=1), Pdh(status=0xC0000BC6)):
+    for wrong in (pdh_with(opened=1), pdh_with(added=1), pdh_with(status=0xC0000BC6)):
         assert "Windows has no counter" in str(windows_meter(wrong))
 
 
 @pytest.fixture
-def moving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """This system's meter moves by half a joule with each reading."""
-    readings = iter(range(10_000))
-    monkeypatch.setattr(energy, "energy_meter", lambda: EnergyMeter(lambda: (next(readings),), 0.5, (1 << 63,)))
-    yield
-
-
-async def written(url: str, mode: Mode) -> GenerationResult:
-    async with VerifierClient(url) as client:
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=256)) if mode is not Mode.CLOUD_ONLY else None
-        agent = make_agent(mode, Endpoints([client]), drafter)
-        return await agent.generate(GenerationRequest((1, 2, 3), PARAMS, 12, ignore_eos=True))
+    readings = count()
+    monkeypatch.setattr(
+        "outrider.edge.devices.energy.energy_meter", lambda: EnergyMeter(lambda: (next(readings),), 0.5, (1 << 63,))
+    )
 
 
 def test_energy_is_read_before_the_clock_of_a_text_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meter is made and read outside of what the text's times count."""
-    order: list[str] = []
-
-    def noted(name: str, value: Any) -> Any:
-        order.append(name)
-        return value
-
-    monkeypatch.setattr(energy, "energy_meter", lambda: noted("meter", "none"))
-    Recorder(Mode.STREAM, clock=lambda: noted("clock", 0.0))
-    assert order == ["meter", "clock"]
+    calls = Mock(**{"meter.return_value": "none", "clock.return_value": 0.0})
+    monkeypatch.setattr("outrider.edge.devices.energy.energy_meter", calls.meter)
+    Recorder(Mode.STREAM, clock=calls.clock)
+    assert calls.mock_calls == [call.meter(), call.clock()]
 
 
 @pytest.mark.usefixtures("moving")
 @pytest.mark.parametrize("mode", list(Mode))
-def test_every_mode_counts_what_a_text_takes(server: FakeServer, mode: Mode) -> None:
+async def test_every_mode_counts_what_a_text_takes(server: FakeServer, mode: Mode) -> None:
     """From its request to its end; -v and --json show it, and neither invents it."""
-    result = run(written(server.url, mode))
-    assert result.joules == 0.5 and result.tokens_per_joule == 24.0
-    shown = "\n".join(summary_lines(result, is_verbose=True))
-    assert "energy: 24.00 tokens per joule; this device's processor took 0.5 J meanwhile" in shown
-    assert "joule" not in "\n".join(summary_lines(result))
-    assert result_as_json(result, "")["tokens_per_joule"] == 24.0
-    unknown = replace(result, joules=None)
-    assert "joule" not in "\n".join(summary_lines(unknown, is_verbose=True))
-    document = result_as_json(unknown, "")
-    assert document["joules"] is None and document["tokens_per_joule"] is None
+    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)) if mode is not Mode.CLOUD_ONLY else None
+    result = await generate([server.url], asking(max_tokens=12), drafter, mode=mode)
+    known = "energy: 24.00 tokens per joule; this device's processor took 0.5 J meanwhile, other programs included"
+    for each, joules, rate, energies in (
+        (result, 0.5, 24.0, [known]),
+        (replace(result, joules=None), None, None, []),
+    ):
+        assert (each.joules, each.tokens_per_joule) == (joules, rate)
+        document = result_as_json(each, "")
+        assert (document["joules"], document["tokens_per_joule"]) == (joules, rate)
+        assert [line for line in summary_lines(each, is_verbose=True) if "joule" in line] == energies
+        assert "joule" not in "\n".join(summary_lines(each))
 
 
 CALM, ANY = Load(), Link()
@@ -226,10 +201,9 @@ def test_the_score_counts_utilisation_queue_link_and_acceptance() -> None:
 def test_many_nodes_in_a_call_win_where_no_first_guess_is_waited_for() -> None:
     """16 nodes in 23 ms: faster than 8 ms a node at a step of 100 ms, slower at 40; faster than one node anywhere."""
     cpu, one = Profile(calls_ms={1: 8.0}), Profile(calls_ms={1: 18.5})
-    for round_trip_ms in (0.0, 10.0, 25.0, 50.0, 100.0):
-        short, long = Link(round_trip_ms, 40.0), Link(round_trip_ms, 100.0)
-        assert rate(NPU, short, 0.77) < rate(cpu, short, 0.77) and rate(NPU, long, 0.77) > rate(cpu, long, 0.77)
-        assert rate(NPU, short, 0.77) > rate(one, short, 0.77) and rate(NPU, long, 0.77) > rate(one, long, 0.77)
+    for round_trip_ms, step_ms in product((0.0, 10.0, 25.0, 50.0, 100.0), (40.0, 100.0)):
+        npu, quick, slow = (rate(each, Link(round_trip_ms, step_ms), 0.77) for each in (NPU, cpu, one))
+        assert (slow < npu < quick) if step_ms == 40.0 else (npu > max(slow, quick))
     assert forecast(NPU, 0.77, CALM, Link(25.0, 100.0)).nodes == 16
     assert forecast(cpu, 0.77, CALM, Link(0.0, 40.0)).nodes == 1
 
@@ -280,7 +254,8 @@ def test_calls_are_timed_by_their_nodes(most: int, sizes: list[int]) -> None:
     found = time_nodes(ModelDrafter(runtime), "no meter")
     assert list(found.calls_ms) == sizes and min(found.calls_ms.values()) > 0.0
     assert found.worst_ms >= found.calls_ms[1] and found.nodes_per_joule is None
-    assert set(calls) == set(sizes[1:]) and len(calls) == 12 * len(sizes[1:])
+    assert {size: calls.count(size) for size in calls} == dict.fromkeys(sizes[1:], 12)
+    assert list(time_nodes(NgramDrafter(), "no meter").calls_ms) == [1]  # lookup is timed too
 
 
 def test_a_draft_of_few_positions_is_timed_in_full_or_not_at_all() -> None:
@@ -292,16 +267,11 @@ def test_a_draft_of_few_positions_is_timed_in_full_or_not_at_all() -> None:
         max_branches=16,
         on_branches=lambda each: texts.append(runtime.length + len(each[0])),
     )
-    assert list(time_nodes(ModelDrafter(runtime), "no meter").calls_ms) == [1, 4, 8, 16]
-    assert max(texts) == 29
+    assert list(time_nodes(ModelDrafter(runtime), "no meter").calls_ms) == [1, 4, 8, 16] and max(texts) == 29
     for most in (1, 16):
         short = FakeSequenceRuntime(vocab_size=64, max_positions=24, max_branches=most)
         with pytest.raises(BundleError, match=r"guesses nothing after a text of 24 tokens.*30 tokens or more"):
             time_nodes(ModelDrafter(short), "no meter")
-
-
-def test_lookup_is_timed_too() -> None:
-    assert list(time_nodes(NgramDrafter(), "no meter").calls_ms) == [1]
 
 
 def test_nodes_per_joule_are_those_of_the_calls_of_most_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.agents import Passing
+from tests.agents import Passing, nowhere
 from tests.drafts import files_of, make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.waiting import run
 
 from outrider.cloud.api.state import DownloadLimits, ServerSettings
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.store import fetch
-from outrider.edge.store.choice import OfferChoice
-from outrider.edge.store.fetch import Progress
-from outrider.edge.store.pull import PullResult, list_offered, pull_draft
+from outrider.edge.link.endpoints import RetryPolicy
+from outrider.edge.store.choice import OfferChoice, Wishes
+from outrider.edge.store.fetch import MAX_FAILURES, Progress
+from outrider.edge.store.pull import PullResult, find_offer, list_offered, pull_draft
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.client.errors import ProtocolBroken
@@ -73,9 +74,9 @@ def test_a_pulled_bundle_is_the_server_s(server: FakeServer, place: Path, shelf:
     """Byte for byte, with nothing left beside it; a second pull fetches the list only."""
     seen: list[int] = []
     result, _ = pull(server.url, on_change=seen.append)
-    assert result.is_new and files_of(result.path) == files_of(place / "cpu")
+    assert result == PullResult(shelf.place(hash_file(place / "cpu" / "manifest.json")), is_new=True)
+    assert files_of(result.path) == files_of(place / "cpu")
     assert seen == sorted(seen) and seen[-1] == sum(map(len, files_of(place / "cpu").values()))
-    assert result.path == shelf.place(hash_file(place / "cpu" / "manifest.json"))
     assert [path.name for path in shelf.root.iterdir() if "partial" in path.name] == []
     (pulled,) = shelf.drafts()
     noted = pulled.pulled_for(server.core.model.target)
@@ -86,27 +87,27 @@ def test_a_pulled_bundle_is_the_server_s(server: FakeServer, place: Path, shelf:
 
 def test_a_pull_to_a_directory(server: FakeServer, place: Path, shelf: Shelf, tmp_path: Path) -> None:
     """Whole or not there; what is there is not replaced."""
-    to = tmp_path / "made" / "here"
-    assert pull(server.url, to)[0] == PullResult(to, is_new=True)
+    to, empty = tmp_path / "made" / "here", tmp_path / "empty"
+    empty.mkdir()
+    for place_to, is_new in ((to, True), (to, False), (empty, True)):
+        assert pull(server.url, place_to)[0] == PullResult(place_to, is_new=is_new)
     assert files_of(to) == files_of(place / "cpu") and list(to.parent.iterdir()) == [to]
-    assert pull(server.url, to)[0] == PullResult(to, is_new=False)
     assert list(shelf.drafts()) == []
-    (tmp_path / "empty").mkdir()
-    assert pull(server.url, tmp_path / "empty")[0].is_new
     other = make_draft(tmp_path / "other", content=b"other").path
-    with pytest.raises(BundleError, match=r"other is another bundle\. It is not replaced: choose another place"):
-        pull(server.url, other)
     (to / "openvino_model.bin").write_bytes(b"damaged")
-    with pytest.raises(BundleError, match=r"openvino_model\.bin is truncated.*It is not replaced"):
-        pull(server.url, to)
+    for wrong, words in (
+        (other, r"other is another bundle\. It is not replaced: choose another place"),
+        (to, r"openvino_model\.bin is truncated.*It is not replaced"),
+    ):
+        with pytest.raises(BundleError, match=words):
+            pull(server.url, wrong)
 
 
 def test_a_connection_that_is_cut_is_resumed(place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server that closes every download after a piece: the parts make the file, none is sent twice."""
-    monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.0)
-    limits = DownloadLimits(grace_s=-1.0, min_rate=1e15)
-    notes: list[str] = []
-    with serve_fake(ServerSettings(download_limits=limits), drafts=place) as cutting:
+    monkeypatch.setattr("outrider.edge.store.fetch.FIRST_PAUSE_S", 0.0)
+    notes, settings = list[str](), ServerSettings(download_limits=DownloadLimits(grace_s=-1.0, min_rate=1e15))
+    with serve_fake(settings, drafts=place) as cutting:
         result, num_bytes = pull(cutting.url, note=notes.append)
     assert files_of(result.path) == files_of(place / "cpu")
     assert num_bytes < sum(map(len, files_of(place / "cpu").values())) + 3000
@@ -117,43 +118,45 @@ class Killed(BaseException):
     """Ends a pull as a signal does."""
 
 
-def kill(done: int) -> None:
-    """In the middle of the weights."""
-    if done > 600_000:
-        raise Killed
+def midway(error: BaseException) -> Callable[[int], None]:
+    """Raises it in the middle of the weights."""
+
+    def on_change(done: int) -> None:
+        if done > 600_000:
+            raise error
+
+    return on_change
 
 
-def test_a_killed_pull_goes_on_where_it_stopped(server: FakeServer, place: Path, shelf: Shelf) -> None:
-    """The part is kept apart from the bundle, which is not there before it is whole."""
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_killed_pull_goes_on_where_it_stopped(
+    has_ranges: bool, server: FakeServer, place: Path, shelf: Shelf
+) -> None:
+    """The part is kept apart from the bundle, which is not there before it is whole. From a server without ranges what
+    is here of a file is dropped: the answer begins at its first byte.
+    """
+
+    def pass_on(request: httpx.Request) -> None:
+        assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
+        if not has_ranges:
+            request.headers.pop("range", None)
+
     with pytest.raises(Killed):
-        pull(server.url, on_change=kill)
+        pull(server.url, on_change=midway(Killed()))
     assert list(shelf.drafts()) == []
     (partial,) = (path for path in shelf.root.iterdir() if path.is_dir())
     kept = (partial / "openvino_model.bin").stat().st_size
     assert partial.name.startswith(".") and 500_000 < kept < len(CONTENT)
-    result, num_bytes = pull(server.url)
+    result, num_bytes = pull(server.url, transport=Passing(pass_on))
     assert result.is_new and files_of(result.path) == files_of(place / "cpu") and not partial.exists()
-    assert num_bytes < len(CONTENT) - kept + 20_000  # the rest, the small files after it, and the list
-
-
-def test_a_server_without_ranges_begins_again(place: Path, shelf: Shelf) -> None:
-    """What is here of a file is dropped: the answer begins at its first byte."""
-
-    def forget(request: httpx.Request) -> None:
-        request.headers.pop("range", None)
-        assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
-
-    with serve_fake(drafts=place) as running:
-        with pytest.raises(Killed):
-            pull(running.url, on_change=kill)
-        result, num_bytes = pull(running.url, transport=Passing(forget))
-    assert files_of(result.path) == files_of(place / "cpu") and num_bytes > len(CONTENT)
+    rest = len(CONTENT) - kept + 20_000  # of the file, the small files after it, and the list
+    assert num_bytes < rest if has_ranges else num_bytes > len(CONTENT)
 
 
 def test_a_damaged_file_is_named_and_the_others_are_kept(tmp_path: Path, shelf: Shelf) -> None:
     """The server's disk has changed since it hashed the files. Once it is mended, only that file is fetched."""
-    bundle = make_draft(tmp_path / "drafts" / "cpu", content=CONTENT)
-    weights = bundle.path / "openvino_model.bin"
+    bundle = make_draft(tmp_path / "drafts" / "cpu", content=CONTENT).path
+    weights = bundle / "openvino_model.bin"
     with serve_fake(drafts=tmp_path / "drafts") as running:
         weights.write_bytes(CONTENT[:-1] + b"?")
         with pytest.raises(BundleError, match=r"^openvino_model\.bin of cpu arrived damaged: its SHA-256 is .*again$"):
@@ -162,31 +165,27 @@ def test_a_damaged_file_is_named_and_the_others_are_kept(tmp_path: Path, shelf: 
         (partial,) = (path for path in shelf.root.iterdir() if path.is_dir())
         assert set(files_of(partial)) == {"manifest.json"}
         weights.write_bytes(CONTENT)
-        assert files_of(pull(running.url)[0].path) == files_of(bundle.path)
+        assert files_of(pull(running.url)[0].path) == files_of(bundle)
 
 
-def test_a_damaged_bundle_in_the_cache_is_mended(server: FakeServer, place: Path, shelf: Shelf) -> None:
-    """Only what is damaged is fetched, and what does not belong there goes."""
-    first, _ = pull(server.url)
-    (first.path / "tokenizer.json").write_bytes(b"x" * (first.path / "tokenizer.json").stat().st_size)
-    (first.path / "stranger.json").write_text("{}")
-    (first.path / "openvino_model.xml").write_text("<n")
-    notes: list[str] = []
-    again, num_bytes = pull(server.url, note=notes.append)
-    assert again == first and files_of(again.path) == files_of(place / "cpu")
-    assert num_bytes < len(CONTENT) / 4 and "Fetching what is damaged again." in notes[0]
-
-
-def test_a_damaged_part_is_fetched_again(server: FakeServer, place: Path, shelf: Shelf) -> None:
-    """What an interrupted pull left may be damaged too: the whole file then, once."""
+def test_what_is_damaged_here_is_mended(server: FakeServer, place: Path, shelf: Shelf) -> None:
+    """What an interrupted pull left: the whole file then, once. Of a bundle in the cache only what is damaged is
+    fetched, and what does not belong there goes.
+    """
     partial = shelf.root / f".{shelf.place(hash_file(place / 'cpu' / 'manifest.json')).name}.partial"
     partial.mkdir(parents=True)
     (partial / "openvino_model.bin").write_bytes(b"damaged")
     (partial / "tokenizer.json").write_bytes(b"x" * (2 << 20))
     notes: list[str] = []
-    result, _ = pull(server.url, note=notes.append)
-    assert files_of(result.path) == files_of(place / "cpu")
+    first, _ = pull(server.url, note=notes.append)
+    assert files_of(first.path) == files_of(place / "cpu")
     assert notes == ["openvino_model.bin is damaged: what was here of it did not belong to it. Fetching it again."]
+    (first.path / "tokenizer.json").write_bytes(b"x" * (first.path / "tokenizer.json").stat().st_size)
+    (first.path / "stranger.json").write_text("{}")
+    (first.path / "openvino_model.xml").write_text("<n")
+    again, num_bytes = pull(server.url, note=notes.append)
+    assert again == first and files_of(again.path) == files_of(place / "cpu")
+    assert num_bytes < len(CONTENT) / 4 and "Fetching what is damaged again." in notes[1]
 
 
 async def test_two_pulls_at_once_fetch_once(server: FakeServer, place: Path, shelf: Shelf) -> None:
@@ -201,17 +200,16 @@ async def test_two_pulls_at_once_fetch_once(server: FakeServer, place: Path, she
 def test_a_disk_without_room(server: FakeServer, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first byte where it shows; else at the byte that does not fit, and what is there is kept."""
     room = shutil.disk_usage("/")._replace(free=1000)
-    with monkeypatch.context() as patched:
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(BundleError, match=r"cpu needs 1\.5 MB more at .* 0\.0 MB are free; free some space"),
+    ):
         patched.setattr(shutil, "disk_usage", lambda path: room)
-        with pytest.raises(BundleError, match=r"cpu needs 1\.5 MB more at .* 0\.0 MB are free; free some space"):
-            pull(server.url)
+        pull(server.url)
 
-    def fill(done: int) -> None:
-        if done > 600_000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(28, "No space left on device")
     with pytest.raises(BundleError, match=r"the disk of .*drafts is full; free some space and run `outrider pull`"):
-        pull(server.url, on_change=fill)
+        pull(server.url, on_change=midway(full))
     assert list(shelf.drafts()) == [] and pull(server.url)[0].is_new
 
 
@@ -229,14 +227,11 @@ def lying(change: Callable[[dict[str, Any], dict[str, bytes]], None], place: Pat
         ],
     }  # fmt: skip
     change(listed, files)
-
-    import hashlib
-
-    for file in listed["drafts"][0]["files"]:
+    (draft,) = listed["drafts"]
+    for file in draft["files"]:
         if file["path"] in files and file["sha256"] == SHA:
-            file["sha256"] = hashlib.sha256(files[file["path"]]).hexdigest()
-            file["size"] = len(files[file["path"]])
-    draft = listed["drafts"][0]
+            data = files[file["path"]]
+            file |= {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     draft.setdefault("size_bytes", sum(file["size"] for file in draft["files"]))
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -307,8 +302,7 @@ def test_a_server_that_lies_gets_nothing_onto_the_device(
     """Everything is checked against the manifest before it is fetched, and nothing lands outside the cache."""
     with pytest.raises(OutriderError, match=message):
         pull("http://cloud.example", transport=lying(change, place))
-    assert list(shelf.drafts()) == []
-    assert list(tmp_path.rglob("*evil*")) == []
+    assert not list(shelf.drafts()) and not list(tmp_path.rglob("*evil*"))
 
 
 async def test_a_range_that_was_not_asked_for_is_refused(shelf: Shelf) -> None:
@@ -339,37 +333,44 @@ def test_servers_that_have_nothing_to_pull(
     shelf: Shelf,
 ) -> None:
     """Older ones, those that want a key, and those that are not there."""
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
     with pytest.raises(error, match=message):
-        pull("http://cloud.example", transport=httpx.MockTransport(handle))
+        pull("http://cloud.example", transport=httpx.MockTransport(Mock(side_effect=[answer] * 9)))
 
 
-def test_a_download_that_brings_nothing_is_given_up(place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "words", "num_asked"),
+    [
+        (503, r"openvino_model\.bin broke off after 0\.0 of 1\.5 MB: .*some words.*to go on", MAX_FAILURES),
+        (410, r"some words\. Run `outrider pull` again: the server may have another draft", 1),
+    ],
+)
+def test_a_download_that_brings_nothing_is_given_up(
+    status: int, words: str, num_asked: int, place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a few attempts, with how far it came; a file that is gone at once."""
-    monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.0)
-    asked: list[str] = []
+    monkeypatch.setattr("outrider.edge.store.fetch.FIRST_PAUSE_S", 0.0)
+    asked, inner = list[str](), lying(lambda listed, files: None, place)
 
-    def served(status: int) -> httpx.MockTransport:
-        inner = lying(lambda listed, files: None, place)
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith(".bin"):
+            return inner.handler(request)  # type: ignore[return-value]
+        asked.append(request.url.path)
+        return httpx.Response(status, json={"error": {"code": "some_code", "message": "some words"}})
 
-        def answer(request: httpx.Request) -> httpx.Response:
-            if not request.url.path.endswith(".bin"):
-                return inner.handler(request)  # type: ignore[return-value]
-            asked.append(request.url.path)
-            return httpx.Response(status, json={"error": {"code": "some_code", "message": "some words"}})
+    with pytest.raises(CloudError, match=words):
+        pull("http://cloud.example", transport=httpx.MockTransport(answer))
+    assert len(asked) == num_asked
 
-        return httpx.MockTransport(answer)
 
-    with pytest.raises(
-        CloudError, match=r"openvino_model\.bin broke off after 0\.0 of 1\.5 MB: .*some words.*to go on"
-    ):
-        pull("http://cloud.example", transport=served(503))
-    assert len(asked) == fetch.MAX_FAILURES
-    with pytest.raises(CloudError, match=r"some words\. Run `outrider pull` again: the server may have another draft"):
-        pull("http://cloud.example", transport=served(410))
-    assert len(asked) == fetch.MAX_FAILURES + 1
+async def test_a_cloud_that_may_have_one_is_tried_again() -> None:
+    """The first one is down, the second has none: the first is tried again before that is an error."""
+    notes, dead = list[str](), nowhere()
+    policy = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
+    with serve_fake() as empty, pytest.raises(CloudError) as raised:
+        async with DraftClient(dead) as first, DraftClient(empty.url) as second:
+            await find_offer([first, second], Wishes(), notes.append, policy)
+    assert str(raised.value).startswith(
+        f"No verifier answers at {dead}. Is `outrider-cloud serve` running there? Gave up after 3 attempts in "
+    )
+    assert f"{empty.url} has no drafts for its target" in str(raised.value)
+    assert notes[1] == f"{empty.url} has no drafts for its target. Trying {dead}."

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.agents import SURE
 from tests.commands import Outrider
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.local_endpoint import LocalEndpoint, documents_of, on_drafts, serve_local, serve_process
+from tests.local_endpoint import PARAMS, SAMPLED, LocalEndpoint, documents_of, on_drafts, serve_local, serve_process
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
@@ -31,15 +31,12 @@ from outrider.edge.retrieval.documents import (
 from outrider.edge.retrieval.grounding import HEAD, TAIL, Library
 from outrider.edge.retrieval.index import PassageIndex, words_of
 from outrider.edge.serve.state import LocalSettings
-from outrider.edge.store.shelf import Shelf
 from outrider.models.errors import ConfigError
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import is_installed
 from outrider.models.runtimes.ngram import LONGEST_MATCH, QuotedText
+from outrider.models.text.tokenizer import Tokenizer
 
 needs_bm25s = pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
-SAMPLED = {"temperature": 0.8, "seed": 5}
-PARAMS = SamplingParams(0.8, seed=5)
 RELEASE = "# Release\n\nThe release of Outrider needs a tag.\n\n# Zebras\n\nZebras are striped.\n"
 BYTES = "A draft message has four bytes per token.\n"
 
@@ -47,29 +44,24 @@ BYTES = "A draft message has four bytes per token.\n"
 def test_only_text_inside_the_directory_is_read(tmp_path: Path) -> None:
     """Links out of it, hidden files, pipes, large files and what is no UTF-8 are left out, each kind named once."""
     docs, outside = tmp_path / "docs", tmp_path / "secret.md"
-    (docs / "sub").mkdir(parents=True)
-    (docs / ".git").mkdir()
-    outside.write_text("a key")
-    (docs / "a.md").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    (docs / "sub" / "b.TXT").write_text("b")
-    for name in (".env", ".git/c.md", "config.yaml", "picture.png"):
-        (docs / name).write_text("hidden")
+    files = {"a.md": b"\xef\xbb\xbfone\r\ntwo\r\n", "sub/b.TXT": b"b", "../secret.md": b"a key"}
+    files |= dict.fromkeys((".env", ".git/c.md", "config.yaml", "picture.png"), b"hidden")
+    files |= {"latin.txt": b"caf\xe9", "zero.txt": b"a\0b", "large.txt": b"x" * 101, "large2.txt": b"x" * 102}
+    for name, data in files.items():
+        (docs / name).parent.mkdir(parents=True, exist_ok=True)
+        (docs / name).write_bytes(data)
     links = {"inside.md": docs / "a.md", "out.md": outside, "hidden.md": docs / ".env", "circle.md": docs / "circle.md"}
     for name, target in {**links, "up": tmp_path}.items():
         (docs / name).symlink_to(target, target_is_directory=target == tmp_path)
     os.mkfifo(docs / "pipe.md")
-    wrong = {"latin.txt": b"caf\xe9", "zero.txt": b"a\0b", "large.txt": b"x" * 101, "large2.txt": b"x" * 102}
-    for name, data in wrong.items():
-        (docs / name).write_bytes(data)
     found = read_documents(docs, DocumentLimits(max_file_bytes=100))
     assert [(each.name, each.text) for each in found.documents] == [
         ("a.md", "one\ntwo\n"),
         ("inside.md", "one\ntwo\n"),
         ("sub/b.TXT", "b"),
     ]
-    said = "\n".join(found.left_out)
-    for name in ("out.md", "hidden.md", "circle.md", "pipe.md", "latin.txt", "zero.txt", "large.txt, large2.txt"):
-        assert said.count(name) == 1
+    said, named = "\n".join(found.left_out), ("hidden.md", "circle.md", "pipe.md", "latin.txt", "zero.txt")
+    assert all(said.count(name) == 1 for name in (*named, "out.md", "large.txt, large2.txt"))
     assert ".env" not in said and "secret" not in said and "links that lead out of the directory: out.md" in said
 
 
@@ -82,12 +74,10 @@ def test_size_and_number_of_documents_are_bounded(tmp_path: Path) -> None:
     assert few.left_out == ("left out, more than 2 files: 2.txt, 3.txt, 4.txt, 5.txt, 6.txt and 2 more",)
     assert len(read_documents(tmp_path, DocumentLimits(max_total_bytes=350)).documents) == 3
     assert len(read_documents(tmp_path, DocumentLimits(max_entries=5)).documents) == 4
-    for wrong in (tmp_path / "0.txt", tmp_path / "missing"):
-        with pytest.raises(ConfigError):
-            read_documents(wrong)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="has no document"):
-        read_documents(tmp_path / "empty")
+    for wrong, words in (("0.txt", "0.txt"), ("missing", "missing"), ("empty", "has no document")):
+        with pytest.raises(ConfigError, match=words):
+            read_documents(tmp_path / wrong)
 
 
 @given(text=st.text(alphabet="ab \n#東", max_size=300), longest=st.integers(1, 60))
@@ -104,15 +94,13 @@ def test_passages_are_the_documents_spans(text: str, longest: int) -> None:
     assert not (rest + text[at:]).strip()
 
 
-def test_a_document_of_blanks_costs_no_more_than_its_size() -> None:
-    """A pattern that looks for a character that is none took minutes for this."""
+def test_a_document_costs_no_more_than_its_size() -> None:
+    """A pattern that looks for a character that is none took minutes for blanks. 150,000 headings, in 1 MiB that a
+    request brings, took ten seconds and 82 MB to index.
+    """
     blanks = " " * (1 << 20)
     assert cut_passages(Document("d", blanks)) == [] and words_of(blanks) == []
     assert [each.last_line for each in cut_passages(Document("d", f"a\n{blanks}\nb"))] == [1, 3]
-
-
-def test_a_document_of_headings_has_few_passages() -> None:
-    """150,000 of them, in 1 MiB that a request brings, took ten seconds and 82 MB to index."""
     assert len(cut_passages(Document("d", "# a\n\n" * 1000))) <= 64 + 5000 // 80 + 1
     sections = "".join(f"# {number}\n{'word ' * 20}\n\n" for number in range(3))
     assert [each.text[:3] for each in cut_passages(Document("d", sections))] == ["# 0", "# 1", "# 2"]
@@ -121,28 +109,27 @@ def test_a_document_of_headings_has_few_passages() -> None:
 def test_words_of_names_and_of_scripts_without_blanks() -> None:
     """Parts of identifiers, pairs of characters; no common words."""
     assert words_of("How is the maxTokens of HTTP_server?") == ["max", "tokens", "http", "server"]
-    assert words_of("東京都") == ["東京", "京都"] and words_of("É") == ["é"]
-    assert PASSAGE_CHARS >= 400
+    assert words_of("東京都") == ["東京", "京都"] and words_of("É") == ["é"] and PASSAGE_CHARS >= 400
 
 
 @needs_bm25s
 def test_an_index_is_kept_by_content_and_mended(tmp_path: Path) -> None:
     """The same documents are read from the cache, others are not; a damaged index is made anew."""
     documents = [Document("release.md", RELEASE), Document("wire.md", BYTES)]
-    made = PassageIndex(documents, tmp_path)
-    kept = PassageIndex(documents, tmp_path)
-    assert (made.was_cached, kept.was_cached) == (False, True)
-    for index in (made, kept, PassageIndex(documents)):
-        assert [each.where for each in index.search("How many bytes has a message?", 3)] == ["wire.md, line 1"]
-        assert [each.where for each in index.search("striped", 3)] == ["release.md, lines 5-7"]
-        assert index.search("unheard", 3) == index.search("the", 3) == []
+    indexes = [PassageIndex(documents, place) for place in (tmp_path, tmp_path, None)]
+    assert [each.was_cached for each in indexes] == [False, True, False]
+    for query, where in (
+        ("How many bytes has a message?", ["wire.md, line 1"]),
+        ("striped", ["release.md, lines 5-7"]),
+        ("unheard", []),
+        ("the", []),
+    ):
+        assert [[each.where for each in index.search(query, 3)] for index in indexes] == [where] * 3
     assert not PassageIndex([Document("release.md", RELEASE), Document("wire.md", BYTES + "!")], tmp_path).was_cached
-    for file in next(each for each in tmp_path.iterdir() if not each.name.startswith(".")).parent.rglob("*.npy"):
+    for file in tmp_path.rglob("*.npy"):
         file.write_bytes(b"damaged")
-    assert not PassageIndex(documents, tmp_path).was_cached
-    assert PassageIndex(documents, tmp_path).was_cached
-    texts = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
-    assert not any(b"needs a tag" in each for each in texts)
+    assert [PassageIndex(documents, tmp_path).was_cached for _ in range(2)] == [False, True]
+    assert not any(b"needs a tag" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert PassageIndex([Document("blank.md", "...\n")]).search("x", 1) == []
     for times in range(2, 14):
         PassageIndex([Document("release.md", RELEASE * times)], tmp_path)
@@ -161,9 +148,8 @@ def test_passages_are_bounded_in_tokens_and_speak_for_nobody() -> None:
     ids = tokenizer.encode(found.before)
     assert not tokenizer.special_ids & set(ids) and found.num_tokens == len(ids) <= 400
     assert 0 in tokenizer.encode(trap)
-    one = library.ground("zebras", found.num_tokens - 1)
+    one, none = library.ground("zebras", found.num_tokens - 1), library.ground("zebras", 10)
     assert len(one.passages) == 1 and one.num_tokens < found.num_tokens
-    none = library.ground("zebras", 10)
     assert none.before == "" and not none.passages and len(none.quoted) == 2  # still drafted from
     assert library.ground("zebras").quoted[0] is found.quoted[0]
     assert library.ground("nothing of that kind").quoted == ()
@@ -194,18 +180,18 @@ def test_documents_draft_and_are_calibrated_apart() -> None:
     mixed = ModelDrafter(FakeSequenceRuntime(vocab_size=30, max_branches=4)).with_lookup([document])
     mixed.begin([8, 9], PARAMS)
     assert mixed.continuation(2) == [quoted_guess(1, 2), quoted_guess(2, 3)]
-    calibration = Calibration()
-    quoted, looked_up = quoted_guess(1, 4), lookup_guess(1, 4)
-    before = calibration.chance(looked_up.cell)
+    calibration, looked_up = Calibration(), lookup_guess(1, 4).cell
+    before = calibration.chance(looked_up)
     for _ in range(60):
-        calibration.observe([quoted], 1)
-    assert calibration.chance(quoted.cell) > 0.85 and calibration.chance(looked_up.cell) < before * 1.25
+        calibration.observe([quoted_guess(1, 4)], 1)
+    assert calibration.chance(quoted_guess(1, 4).cell) > 0.85 and calibration.chance(looked_up) < before * 1.25
     assert calibration.chance(quoted_guess(1, 2).cell) < calibration.chance(quoted_guess(1, 99).cell)
 
 
 # -- the endpoint ------------------------------------------------------------------------------------------------------
 
 QUERY = "Where are the zebras?"
+ONE = {"prompt": QUERY, "max_tokens": 1, **SAMPLED}
 
 
 @pytest.fixture(scope="module")
@@ -229,44 +215,37 @@ def documents(*texts: str) -> list[dict[str, str]]:
 
 @needs_bm25s
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_grounded_text_is_the_targets_for_the_same_prompt(
-    cloud: FakeServer, local: LocalEndpoint, is_stream: bool
+    cloud: FakeServer, local: LocalEndpoint, path: str, is_stream: bool
 ) -> None:
-    """The answer says which spans the prompt had; the cloud alone writes the same text for that prompt."""
+    """The answer says which spans the prompt had; the cloud alone writes the same text for that prompt. In a chat they
+    stand before the user's last words, and the target's template makes the prompt of them.
+    """
+    fields: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, **SAMPLED}
+    before = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hi."}]
+
+    def asked(words: str) -> dict[str, Any]:
+        chat = {"messages": [*before, {"role": "user", "content": words}]}
+        return chat if "chat" in path else {"prompt": words}
+
     prompt = grounded(QUERY, BYTES, RELEASE)
     assert "Zebras are striped." in prompt
-    fields: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, **SAMPLED}
-    alone = documents_of(httpx.post(f"{cloud.url}/v1/completions", json={"prompt": prompt, **fields}))[1]
-    asked = {"prompt": QUERY, "documents": documents(BYTES, RELEASE), "stream": is_stream, **fields}
-    (first, *others), text = documents_of(httpx.post(f"{local.url}/v1/completions", json=asked, timeout=60.0))
+    alone = documents_of(httpx.post(cloud.url + path, json=asked(prompt) | fields))[1]
+    whole = asked(QUERY) | fields | {"documents": documents(BYTES, RELEASE), "stream": is_stream}
+    (first, *others), text = documents_of(httpx.post(local.url + path, json=whole, timeout=60.0))
     assert text == alone and not any("passages" in each for each in others)
     (passage,) = first["passages"]
     assert (passage["document"], passage["first_line"], passage["last_line"]) == ("1", 5, 7)
     assert RELEASE[passage["start"] : passage["end"]] == "# Zebras\n\nZebras are striped."
+    assert first["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
     assert "passages" not in local.post({"prompt": "a", **fields})
-
-
-@needs_bm25s
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_a_grounded_chat_has_the_passages_before_the_users_last_words(
-    cloud: FakeServer, local: LocalEndpoint, is_stream: bool
-) -> None:
-    """The target's template makes the prompt of them."""
-    path, fields = "/v1/chat/completions", {"max_tokens": 24, "ignore_eos": True, **SAMPLED}
-    before = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hi."}]
-    same = [*before, {"role": "user", "content": grounded(QUERY, RELEASE)}]
-    alone = documents_of(httpx.post(cloud.url + path, json={"messages": same, **fields}))[1]
-    asked = {"messages": [*before, {"role": "user", "content": QUERY}], "documents": documents(RELEASE), **fields}
-    found, text = documents_of(httpx.post(local.url + path, json=asked | {"stream": is_stream}, timeout=60.0))
-    assert text == alone and len(found[0]["passages"]) == 1
-    assert not is_stream or found[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
 @needs_bm25s
 def test_a_text_that_quotes_is_drafted_from_its_document() -> None:
     """The prompt has no room for the passage; without a draft model the document drafts what the target writes."""
-    tokenizer, gate = fake_tokenizer(), StepGate()
-    prompt = "zebras " * 3
+    tokenizer, gate, prompt = fake_tokenizer(), StepGate(), "zebras " * 3
     ids = tokenizer.encode(prompt)
     written = target_tokens(ids, 40, PARAMS)
 
@@ -280,20 +259,19 @@ def test_a_text_that_quotes_is_drafted_from_its_document() -> None:
     with serve_fake(config=SURE, gate=gate) as cloud, serve_local(cloud.url, settings, max_sequences=0) as local:
         local.core.library = Told(PassageIndex([Document("story.md", prompt)]), tokenizer, 10)
         on_drafts(cloud, lambda sequence_id: gate.open())
-        asked = {"prompt": prompt, "max_tokens": 30, "ignore_eos": True, **SAMPLED}
-        answer = httpx.post(f"{local.url}/v1/completions", json=asked, timeout=60.0).json()
-        metrics = local.core.metrics
-    assert answer["choices"][0]["text"] == tokenizer.decode(written[:30]) and answer["passages"] == []
-    assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-    assert metrics.hits["documents"] > 0
+        answer = local.post(ONE | {"prompt": prompt, "max_tokens": 30, "ignore_eos": True})
+        assert answer["choices"][0]["text"] == tokenizer.decode(written[:30]) and answer["passages"] == []
+        assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+        assert local.core.metrics.hits["documents"] > 0
 
 
 @needs_bm25s
 def test_requests_bring_texts_and_never_paths(local: LocalEndpoint, tmp_path: Path) -> None:
-    """No field of a document names a file; ids and documents exclude each other; the number is bounded."""
+    """No field of a document names a file; ids and documents exclude each other. Their number is bounded, and their
+    bytes in all: 1 MiB took seconds, and 100 MB, to index.
+    """
     secret = tmp_path / "zebras.md"
     secret.write_text("zebras")
-    fields = {"prompt": QUERY, "max_tokens": 1, **SAMPLED}
     for wrong in (
         [{"path": str(secret)}],
         [{"text": "zebras", "path": str(secret)}],
@@ -301,19 +279,13 @@ def test_requests_bring_texts_and_never_paths(local: LocalEndpoint, tmp_path: Pa
         [{"text": "zebras", "name": "x" * 201}],
         [{"text": "x"}] * 257,
     ):
-        assert local.post(fields | {"documents": wrong}, status=400)["error"]["param"].startswith("documents"), wrong
-    ids = fields | {"prompt": [5, 6], "documents": documents("a")}
+        assert local.post(ONE | {"documents": wrong}, status=400)["error"]["param"].startswith("documents"), wrong
+    ids = ONE | {"prompt": [5, 6], "documents": documents("a")}
     assert local.post(ids, status=400)["error"]["param"] == "prompt"
-    named = local.post(fields | {"documents": [{"text": str(secret)}]})
+    named = local.post(ONE | {"documents": [{"text": str(secret)}]})
     assert [each["document"] for each in named["passages"]] == ["document"]  # a path is a text like any other
-
-
-@needs_bm25s
-def test_the_text_that_a_request_brings_is_bounded(local: LocalEndpoint) -> None:
-    """In bytes and of all its documents: 1 MiB took seconds, and 100 MB, to index."""
-    fields = {"prompt": QUERY, "max_tokens": 1}
-    local.post(fields | {"documents": documents(*["東" * 20_000] * 2)})
-    refused = local.post(fields | {"documents": documents(*["東" * 20_000] * 3)}, status=400)
+    local.post(ONE | {"documents": documents(*["東" * 20_000] * 2)})
+    refused = local.post(ONE | {"documents": documents(*["東" * 20_000] * 3)}, status=400)
     assert "180000 bytes; expected at most 131072 in all" in refused["error"]["message"]
 
 
@@ -324,26 +296,43 @@ def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise
     """`[]` asks for none; its own documents stand in the place of the server's. A prompt that is cut gets none."""
     with serve_local(cloud.url) as local:
         local.core.library = library_of(Document("release.md", RELEASE))
-        fields: dict[str, Any] = {"prompt": QUERY, "max_tokens": 1, **SAMPLED}
-
-        def grounds(**more: Any) -> list[str] | None:
-            passages = local.post(fields | more).get("passages")
-            return None if passages is None else [each["document"] for each in passages]
-
-        assert grounds(documents=[]) is None
-        assert grounds() == ["release.md"] and grounds(documents=documents(RELEASE)) == ["0"]
-        assert grounds(prompt=[3, 4, 5]) == []  # a prompt of ids stays as it is
-        for prompt in (QUERY, [3, 4, 5]):
-            cut = local.post(fields | {"prompt": prompt, "truncate_prompt_tokens": 2})
-            assert (cut["passages"], cut["usage"]["prompt_tokens"]) == ([], 2)
-        asked = {"prompt": QUERY, "max_tokens": 1, "seed": 5}
-        page = httpx.post(f"{local.url}/v1/outrider/generate", json=asked).text.split("\n\n")
-        events = [json.loads(block[6:]) for block in page if block.startswith("data: ")]
+        ids: dict[str, Any] = {"prompt": [3, 4, 5]}
+        for more, named, num in (
+            ({"documents": []}, None, None),
+            ({}, ["release.md"], None),
+            ({"documents": documents(RELEASE)}, ["0"], None),
+            (ids, [], 3),  # a prompt of ids stays as it is
+            ({"truncate_prompt_tokens": 2}, [], 2),
+            (ids | {"truncate_prompt_tokens": 2}, [], 2),
+        ):
+            answer = local.post(ONE | more)
+            passages = answer.get("passages")
+            assert named == (passages and [each["document"] for each in passages]), more
+            assert num in (None, answer["usage"]["prompt_tokens"])
+        page = httpx.post(f"{local.url}/v1/outrider/generate", json={"prompt": QUERY, "max_tokens": 1, "seed": 5})
+        events = [json.loads(block[6:]) for block in page.text.split("\n\n") if block.startswith("data: ")]
         assert [each["document"] for each in events[0]["passages"]] == ["release.md"]
-        num_prompt = local.post(fields)["usage"]["prompt_tokens"]
-        assert events[-1]["num_prompt"] == num_prompt  # the page's texts are grounded, too
+        assert events[-1]["num_prompt"] == local.post(ONE)["usage"]["prompt_tokens"]  # the page's texts, too
         counts = local.core.metrics.counts
         assert 0 < counts["passage_tokens"] < counts["prompt_tokens"]
+
+
+@needs_bm25s
+def test_a_prompt_with_passages_has_special_tokens_as_its_request_says(
+    local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without passages."""
+    special, encode = list[bool](), Tokenizer.encode
+
+    def noted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text.endswith(QUERY):
+            special.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    for asked in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        assert local.post(ONE | {"documents": documents(RELEASE)} | asked)["passages"]
+    assert special == [True] * 4 + [False] * 2  # each time the prompt alone, and with its passages
 
 
 def test_documents_without_the_library_are_refused_with_its_name(
@@ -351,12 +340,12 @@ def test_documents_without_the_library_are_refused_with_its_name(
 ) -> None:
     """Instead of an answer that pretends to have read them."""
     monkeypatch.setattr("outrider.edge.serve.grounded_calls.is_installed", lambda name: False)
-    error = local.post({"prompt": QUERY, "max_tokens": 1, "documents": documents("a")}, status=400)["error"]
+    error = local.post(ONE | {"documents": documents("a")}, status=400)["error"]
     assert "outrider[docs]" in error["message"] and error["param"] == "documents"
 
 
 @pytest.fixture
-def arguments(cloud: FakeServer, fake_bundle: Path, shelf: Shelf, tmp_path: Path) -> list[Any]:
+def arguments(cloud: FakeServer, fake_bundle: Path, shelf: object, tmp_path: Path) -> list[Any]:
     """Arguments for a cloud, a draft that copies, and a directory of documents; the cache is the test's own."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "release.md").write_text(RELEASE)
@@ -367,30 +356,24 @@ def arguments(cloud: FakeServer, fake_bundle: Path, shelf: Shelf, tmp_path: Path
 @needs_bm25s
 def test_run_grounds_its_prompt_and_names_the_passages(arguments: list[Any], outrider: Outrider) -> None:
     """With --verbose and in the JSON; the same text as cloud-only; unreadable files are named once."""
-    sampled = ["--temperature", "0.8", "--seed", "5", "--max-tokens", "24", "--ignore-eos"]
-    shown = outrider("run", QUERY, *arguments, *sampled, "--verbose")
-    said = " ".join(shown.err.split())
+    sampled = ["--temperature", "0.8", "--param", "top_p=0.95", "--seed", "5", "--max-tokens", "24", "--ignore-eos"]
+    said = " ".join(outrider("run", QUERY, *arguments, *sampled, "--verbose").err.split())
     assert said.count("bad.txt") == 1 and "[1] release.md, lines 5-7, characters" in said
     drafted = json.loads(outrider("run", QUERY, *arguments, *sampled, "--json").out)
     (passage,) = drafted["passages"]
     assert (passage["document"], passage["first_line"]) == ("release.md", 5) and 0 < drafted["passage_tokens"] <= 300
-    alone = [each for each in arguments if each not in ("--runtime", "ngram")]
-    assert (
-        json.loads(outrider("run", QUERY, *alone, *sampled, "--mode", "cloud-only", "--json").out)["tokens"]
-        == drafted["tokens"]
-    )
+    typed = [each for each in arguments if each not in ("--runtime", "ngram")]
+    alone = json.loads(outrider("run", QUERY, *typed, *sampled, "--mode", "cloud-only", "--json").out)
     prompt = fake_tokenizer().encode(library_of(Document("release.md", RELEASE)).ground(QUERY).before + QUERY)
-    assert drafted["tokens"] == target_tokens(prompt, 24, PARAMS)
+    assert drafted["tokens"] == alone["tokens"] == target_tokens(prompt, 24, PARAMS)
 
 
 @needs_bm25s
 def test_serve_grounds_and_shows_metrics(arguments: list[Any]) -> None:
     """As a process: documents are counted at the start, and no word of them is in its log."""
     with serve_process(*arguments, "--metrics") as process:
-        asked = {"prompt": QUERY, "max_tokens": 8, **SAMPLED}
-        answer = httpx.post(f"{process.url}/v1/completions", json=asked).json()
+        answer = httpx.post(f"{process.url}/v1/completions", json=ONE | {"max_tokens": 8}).json()
         metrics = httpx.get(f"{process.url}/metrics").text
     assert [each["document"] for each in answer["passages"]] == ["release.md"]
     assert 'outrider_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in metrics
-    log = process.log
-    assert "documents: 1, in 2 passages" in log and "bad.txt" in log and "striped" not in log
+    assert "documents: 1, in 2 passages" in process.log and "bad.txt" in process.log and "striped" not in process.log

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.agents import MODES, SURE, VOCAB, drafter, generate, truth, whole
-from tests.fake_runtime import FakeSequenceRuntime
+from tests.agents import MODES, SAMPLED, SURE, VOCAB, Clock, drafter, generate, truth, whole
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import FakeServer, StepGate, serve_fake
-from tests.waiting import run
+from tests.waiting import TIMEOUT_S, run
 
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import FixedDepth
@@ -25,10 +25,7 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationResult, Mode, TokenBatch
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
-from outrider.models.picks.sampling import SamplingParams
 
-SAMPLED = SamplingParams(0.8, seed=4)
-LIMIT_S = 30.0
 LONG = tuple(1 + index % (VOCAB - 1) for index in range(700))
 
 
@@ -44,13 +41,7 @@ class Held:
         self.calls.append(len(tokens))
         if len(self.calls) > self._num_free:
             self.begun.set()
-            assert self.go.wait(LIMIT_S)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():
-            await asyncio.sleep(0.002)
+            assert self.go.wait(TIMEOUT_S)
 
 
 @asynccontextmanager
@@ -70,18 +61,16 @@ async def test_a_texts_end_waits_for_no_call_of_the_draft(is_cancelled: bool) ->
     held = Held()
     draft = drafter(1.0, held)
     async with streaming(draft, 3000 if is_cancelled else 24) as (agent, task):
-        await asyncio.to_thread(held.begun.wait, LIMIT_S)
+        await asyncio.to_thread(held.begun.wait, TIMEOUT_S)
         if is_cancelled:
             task.cancel()
-        async with asyncio.timeout(LIMIT_S):
-            await asyncio.gather(task, return_exceptions=True)
-        assert not held.go.is_set() and len(held.calls) == 1
-        assert task.cancelled() == is_cancelled
+        await asyncio.wait({task}, timeout=TIMEOUT_S)
+        assert not held.go.is_set() and task.cancelled() == is_cancelled
         assert is_cancelled or task.result().tokens == truth(whole(LONG, SAMPLED, 24))
-    closing = threading.Thread(target=draft.close)
-    closing.start()
+    closing = asyncio.create_task(asyncio.to_thread(draft.close))
+    await asyncio.sleep(0)  # its thread has begun
     held.go.set()
-    closing.join(LIMIT_S)
+    await closing
     agent.scheduler.join()
     assert held.calls == [64]  # of 700: nothing was read after the piece in progress
 
@@ -93,12 +82,34 @@ async def test_drafting_stops_between_two_pieces_of_a_prompt(server: FakeServer,
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held), clock=lambda: 0.0)
     text = generate([server.url], whole(LONG, SAMPLED, 24), draft, mode=mode, depth=FixedDepth(4))
     task = asyncio.create_task(text)
-    await asyncio.to_thread(held.begun.wait, LIMIT_S)
+    await asyncio.to_thread(held.begun.wait, TIMEOUT_S)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     held.go.set()
     draft.close()
     assert held.calls == [64, 128, 256]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_prompt", [15, 16, 17, 40])
+async def test_a_prompt_that_the_draft_cannot_hold_is_continued_by_the_cloud_alone(
+    server: FakeServer, mode: Mode, num_prompt: int
+) -> None:
+    """An NPU's positions are fixed at export: beyond them nothing is drafted, and the text is the same."""
+    request = whole(LONG[:num_prompt], max_tokens=12)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=16))
+    result = await generate([server.url], request, draft, mode=mode, depth=FixedDepth(4))
+    assert result.tokens == truth(request) and result.draft_error is None
+    assert result.num_drafted <= max(0, 16 - num_prompt) * 12  # a rejected one may be drafted again
+    assert (result.num_drafted > 0) == (num_prompt < 16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
+    """max_positions counts the prompt and every token of the text, in both modes."""
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, max_positions=20)) as server:
+        result = await generate([server.url], whole((1, 2, 3), max_tokens=100), mode=mode, depth=FixedDepth(0))
+    assert result.finish_reason == "context" and len(result.tokens) == 20 - 3
 
 
 async def test_a_late_draft_joins_when_it_is_ready() -> None:
@@ -111,28 +122,27 @@ async def test_a_late_draft_joins_when_it_is_ready() -> None:
         assert held.begun.is_set() and len(held.calls) == 1
         held.go.set()
         while not task.done():
-            await until(lambda: not agent.scheduler._runs or task.done())
-            gate.allow(1)
-            await asyncio.sleep(0)
+            if not agent.scheduler._runs:
+                gate.allow(1)
+            await asyncio.sleep(0.002)
     result = task.result()
-    assert result.tokens == truth(whole(LONG, SAMPLED, 64))
-    assert result.num_sent > 0 and sum(result.hits.values()) > 0
+    assert result.tokens == truth(whole(LONG, SAMPLED, 64)) and result.num_sent > 0 and sum(result.hits.values()) > 0
 
 
 def test_pieces_follow_the_time_that_they_take() -> None:
     """Slow ones become smaller, so that a text can be left soon; fast ones larger."""
-    now, sizes, s_per_token = [0.0], list[int](), [0.01]
+    clock, sizes, s_per_token = Clock(), list[int](), 0.01
 
     def step(tokens: Sequence[int]) -> None:
         sizes.append(len(tokens))
-        now[0] += s_per_token[0] * len(tokens)
+        clock.now += s_per_token * len(tokens)
 
-    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=step), clock=lambda: now[0])
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=step), clock=clock)
     draft.begin(LONG, SAMPLED)
     while len(sizes) < 6:
         draft.read_on()
     assert sizes == [64, 32, 16, 16, 16, 16]
-    s_per_token[0] = 0.0
+    s_per_token = 0.0
     while draft.is_behind:
         draft.read_on()
     assert sizes[6:] == [16, 32, 64, 128, 256] and sum(sizes) < len(LONG)
@@ -145,32 +155,27 @@ def test_a_shared_call_gives_the_guesses_of_calls_alone(seed: int) -> None:
     """For any texts, commits and branches, with lookup and without."""
     chance = random.Random(seed)
 
-    def agreeing() -> FakeSequenceRuntime:
-        return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7)
+    def tokens(least: int, most: int) -> list[int]:
+        return [chance.randrange(6) for _ in range(chance.randint(least, most))]
 
     def drafters(runtimes: Sequence[FakeSequenceRuntime]) -> list[Drafter]:
         first, second, third = map(ModelDrafter, runtimes)
         return [first, second.with_lookup(), third]
 
-    model = agreeing()
-    together = drafters([model, model.open_sequence(), model.open_sequence()])
-    alone = drafters([agreeing() for _ in range(3)])
+    model, *others = (FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7) for _ in range(4))
+    together, alone = drafters([model, model.open_sequence(), model.open_sequence()]), drafters(others)
     texts: list[list[int]] = [[] for _ in range(3)]
     for _ in range(12):
         for text, *pair in zip(texts, together, alone, strict=True):
             if not text or chance.random() < 0.1 or len(text) > 86:
-                text[:] = [chance.randrange(6) for _ in range(chance.randint(1, 60))]
+                text[:] = tokens(1, 60)
                 for each in pair:
                     each.begin(text, SAMPLED)
             elif chance.random() < 0.7:
-                new = [chance.randrange(6) for _ in range(chance.randint(1, 3))]
-                text += new
+                text += (new := tokens(1, 3))
                 for each in pair:
                     each.extend(new)
-        branches = [
-            [[chance.randrange(6) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(1, 2))]
-            for _ in range(3)
-        ]
+        branches = [[tokens(0, 3) for _ in range(chance.randint(1, 2))] for _ in range(3)]
         expected = [each.guess(own, 3) for each, own in zip(alone, branches, strict=True)]
         assert guess_together(list(zip(together, branches, strict=True)), 3) == expected
 
@@ -182,7 +187,6 @@ class Job:
 
     def __init__(self, name: str, drafter: ModelDrafter | NgramDrafter, num_calls: int, turns: list[str]) -> None:
         self.name, self.drafter, self._left, self._turns = name, drafter, num_calls, turns
-        self.found: list[list[list[Guess]]] = []
 
     def is_wanted(self) -> bool:
         return self._left > 0
@@ -195,7 +199,6 @@ class Job:
         assert before <= now
         self._left -= 1
         self._turns.append(self.name)
-        self.found.append(found)
 
 
 def run_jobs(jobs: Sequence[Job]) -> tuple[DraftScheduler, list[BaseException | None]]:
@@ -203,7 +206,7 @@ def run_jobs(jobs: Sequence[Job]) -> tuple[DraftScheduler, list[BaseException | 
         for _ in jobs:
             scheduler.enter()
         go = threading.Event()
-        scheduler.do(lambda: arrived.append(go.wait(LIMIT_S)))  # so that all are there at the first turn
+        scheduler.do(lambda: arrived.append(go.wait(TIMEOUT_S)))  # so that all are there at the first turn
         runs = [scheduler.run(job) for job in jobs]
         go.set()
         found = await asyncio.gather(*runs, return_exceptions=True)
@@ -231,17 +234,11 @@ def test_texts_take_turns() -> None:
     models = [FakeSequenceRuntime(vocab_size=VOCAB, max_branches=1) for _ in range(3)]
     _, found = run_jobs([Job(name, opened(model), 4, turns) for name, model in zip("abc", models, strict=True)])
     assert found == [None] * 3 and turns == [*"abc"] * 4
-
-
-def test_a_long_prompt_is_read_in_turn_with_the_calls_of_others() -> None:
-    """A text that begins does not hold up those that run."""
-    turns: list[str] = []
-    slow = ModelDrafter(
-        FakeSequenceRuntime(vocab_size=VOCAB, max_branches=1, on_step=lambda _: turns.append("A")), clock=lambda: 0.0
-    )
+    turns.clear()  # a text that begins with a long prompt does not hold up those that run
+    reading = FakeSequenceRuntime(vocab_size=VOCAB, max_branches=1, on_step=lambda _: turns.append("A"))
+    slow = ModelDrafter(reading, clock=lambda: 0.0)
     slow.begin(LONG, SAMPLED)
-    quick = opened(FakeSequenceRuntime(vocab_size=VOCAB, max_branches=1))
-    run_jobs([Job("a", slow, 1, turns), Job("b", quick, 5, turns)])
+    run_jobs([Job("a", slow, 1, turns), Job("b", opened(models[0]), 5, turns)])
     assert turns == ["A", "b", "A", "b", "A", "b", "A", "a", "b", "b"]
 
 
@@ -262,5 +259,4 @@ def test_texts_of_one_model_share_calls_and_a_fault_is_one_texts_own() -> None:
     jobs = [Job(name, opened(model.open_sequence()), 3, turns) for name in "abc"]
     jobs[1].drafter.begin([9, 9], SAMPLED)
     _, found = run_jobs(jobs)
-    assert [type(error) for error in found] == [type(None), ModelFault, type(None)]
-    assert sorted(turns) == [*"aaaccc"]
+    assert [type(error) for error in found] == [type(None), ModelFault, type(None)] and sorted(turns) == [*"aaaccc"]

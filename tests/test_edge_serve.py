@@ -7,9 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -32,17 +30,14 @@ from tests.local_endpoint import (
     posted,
     serve_local,
 )
+from tests.raw_server import NOT_FOUND, RawServer, raw_server
 from tests.serving import FakeServer, StepGate, bearer, fake_tokenizer, serve_fake
 
-from outrider.edge.serve import routes
-from outrider.edge.serve import upstream as upstream_module
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
 from outrider.models.http.security import KeyRing
-from outrider.models.process.extras import is_installed
-from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
 FACTS = ModelFacts(
@@ -55,23 +50,7 @@ FACTS = ModelFacts(
     target="0" * 16,
 )
 """Of the target that the module's server has."""
-
-
-def drafted(
-    cloud: FakeServer, local: LocalEndpoint, gate: StepGate, bodies: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Completions at the same time; the target stands still until the device has sent drafts of each."""
-    arrived = set[int]()
-    on_drafts(cloud, arrived.add)
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = [pool.submit(local.post, each) for each in bodies]
-        local.wait_until(lambda: len(arrived) == len(bodies))
-        gate.open()
-        return [answer.result() for answer in answers]
-
-
-def num_accepted(completions: Sequence[dict[str, Any]]) -> int:
-    return sum(each["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for each in completions)
+CHAT, ASKED = "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4}
 
 
 def test_a_stream_gives_the_same_text(local: LocalEndpoint) -> None:
@@ -81,8 +60,7 @@ def test_a_stream_gives_the_same_text(local: LocalEndpoint) -> None:
     *pieces, last = chunks_of(httpx.post(f"{local.url}/v1/completions", json=fields))
     for index, prompt in enumerate(prompts):
         own = [choice for chunk in pieces for choice in chunk["choices"] if choice["index"] == index]
-        assert "".join(choice["text"] for choice in own) == expected(prompt)
-        assert own[-1]["finish_reason"] == "length"
+        assert "".join(choice["text"] for choice in own) == expected(prompt) and own[-1]["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == 96
 
 
@@ -95,9 +73,8 @@ def test_a_stop_string_ends_the_text_and_its_session(cloud: FakeServer, local: L
     cloud.wait_until(cloud.is_empty)
     local.wait_until(local.is_at_rest)
     # What of the prompt was cached is known only at the session's end, which a stop string brings there, too.
-    long = body(prompt="a prompt of some blocks " * 8, max_tokens=3000)
-    whole = local.post(long | {"max_tokens": 24})
-    again = local.post(long | {"stop": whole["choices"][0]["text"][9:12]})
+    long = {"prompt": "a prompt of some blocks " * 8}
+    again = local.post(body(3000, **long, stop=local.text(24, **long)[9:12]))
     assert again["choices"][0]["finish_reason"] == "stop"
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= again["usage"]["prompt_tokens"] // 2
 
@@ -136,10 +113,8 @@ def test_a_session_has_its_requests_priority_deadline_and_cache_control(monkeypa
         while not text.done():
             gate.allow(1)
             time.sleep(0.02)
-        answer = text.result()
-        assert 0 < (count := answer["usage"]["completion_tokens"]) < 3000
-        assert answer["choices"][0]["finish_reason"] == "length"
-        assert answer["choices"][0]["text"] == expected(count=count)
+        (choice,), count = text.result()["choices"], text.result()["usage"]["completion_tokens"]
+        assert (choice["finish_reason"], choice["text"]) == ("length", expected(count=count)) and 0 < count < 3000
         assert local.refusal(504, body(deadline_ms=1e-6)) == "deadline_exceeded"
         gate.open()
         local.post(body(1))
@@ -151,15 +126,21 @@ def test_a_session_has_its_requests_priority_deadline_and_cache_control(monkeypa
 
 def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
     """Each has a sequence of the draft; calls of the model serve several of them."""
-    gate = StepGate()
+    gate, arrived = StepGate(), set[int]()
     prompts = [f"{index} + {PROMPT}" for index in range(4)]
     with (
         serve_fake(config=SURE, gate=gate) as cloud,
         serve_local(cloud.url, DRAFTS, runtime=fake_draft(agreement=1.0)) as local,
+        ThreadPoolExecutor(4) as pool,
     ):
-        completions = drafted(cloud, local, gate, [body(24, prompt=prompt) for prompt in prompts])
-        assert [each["choices"][0]["text"] for each in completions] == [expected(each, 24) for each in prompts]
-        assert num_accepted(completions) > 0
+        on_drafts(cloud, arrived.add)
+        answers = [pool.submit(local.post, body(24, prompt=prompt)) for prompt in prompts]
+        local.wait_until(lambda: len(arrived) == 4)  # the target stands still until then
+        gate.open()
+        texts = [answer.result()["choices"][0]["text"] for answer in answers]
+        assert texts == [expected(prompt, 24) for prompt in prompts]
+        counted = [answer.result()["usage"]["completion_tokens_details"] for answer in answers]
+        assert sum(each["accepted_prediction_tokens"] for each in counted) > 0
         assert local.core.drafts.scheduler.num_shared > 0
         cloud.wait_until(cloud.is_empty)
         local.wait_until(local.is_at_rest)
@@ -192,34 +173,27 @@ def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer, monkey
     """The next one finishes it; the text after that begins there."""
     monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)  # times of this machine do not choose
     gate = StepGate()
-    with (
-        serve_fake(config=SURE, gate=gate) as first,
-        serve_local([first.url, cloud.url]) as local,
-        httpx.Client(timeout=30.0) as client,
-    ):
-        gate.allow(3)
-        with client.stream("POST", f"{local.url}/v1/completions", json=body(stream=True)) as answer:
+    gate.allow(3)
+    with serve_fake(config=SURE, gate=gate) as first, serve_local([first.url, cloud.url]) as local:
+        url, asked = f"{local.url}/v1/completions", body(stream=True)
+        with httpx.stream("POST", url, json=asked, timeout=30.0) as answer:
             lines = answer.iter_lines()
-            got = [next(lines)]
+            begun = next(lines)
             first.server.begin_drain(0.0)
             gate.open()
-            got += list(lines)
-        events = [json.loads(line[6:]) for line in got if line.startswith("data: {")]
+            events = [json.loads(line[6:]) for line in (begun, *lines) if line.startswith("data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == expected()
         assert local.core.upstream.fleet.ranked()[0].url == cloud.url
 
 
 def test_the_next_turn_takes_over_the_drafts_cache(cloud: FakeServer) -> None:
     """A sequence keeps its text for its own client only, and memory is bounded by the number of sequences."""
-    runs: list[int] = []
-    runtime = FakeSequenceRuntime(
-        vocab_size=fake_tokenizer().size, agreement=0.8, on_step=lambda tokens: runs.append(len(tokens))
-    )
-    settings = LocalSettings(KeyRing([KEY, KEY + "-2"]), depth="8")
-    long = "x = 1\n" * 60
+    runs, long, size = list[int](), "x = 1\n" * 60, fake_tokenizer().size
+    runtime = FakeSequenceRuntime(vocab_size=size, agreement=0.8, on_step=lambda tokens: runs.append(len(tokens)))
+    settings = LocalSettings(KeyRing([KEY, OTHER_KEY]), depth="8")
     quarter = len(fake_tokenizer().encode(long)) // 4
     with serve_local(cloud.url, settings, runtime=runtime, max_sequences=1) as local:
-        for prompt, key, is_new in ((long, KEY, True), (long + "y", KEY, False), (long + "y", KEY + "-2", True)):
+        for prompt, key, is_new in ((long, KEY, True), (long + "y", KEY, False), (long + "y", OTHER_KEY, True)):
             runs.clear()
             local.post(body(prompt=prompt), headers=bearer(key))
             local.wait_until(local.is_at_rest)
@@ -234,38 +208,33 @@ async def test_bytes_are_counted_by_text(cloud: FakeServer) -> None:
         first, second = client.for_one_text(), client.for_one_text()
         await first.model_facts()
         await first.aclose()
-        assert first.wire.body_down > 0 and second.wire == client.wire == ByteCounts()
+        assert second.wire == client.wire == ByteCounts()
         await second.ready()
-        assert second.wire.body_down > 0 and second.wire != first.wire
+        assert second.wire.body_down != first.wire.body_down > 0 < second.wire.body_down
 
 
 def test_texts_keep_the_targets_facts(local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text does not wait for them where another was served by the same target within 30 s; for 5 minutes at most."""
-    upstream, now, asked = local.core.upstream, [1e6], list[float]()
-    model_facts = VerifierClient.model_facts
+    clock, asked, model_facts = Clock(), list[float](), VerifierClient.model_facts
+    clock.now = 1e6
 
     async def counted(self: VerifierClient) -> ModelFacts:
-        asked.append(now[0])
+        asked.append(clock.now)
         return await model_facts(self)
 
-    monkeypatch.setattr(upstream, "clock", lambda: now[0])
-    monkeypatch.setattr(upstream, "_facts", None)
-    monkeypatch.setattr(upstream, "_confirmed_at", 0.0)
+    for name, value in {"clock": clock, "_facts": None, "_confirmed_at": 0.0}.items():
+        monkeypatch.setattr(local.core.upstream, name, value)
     monkeypatch.setattr(VerifierClient, "model_facts", counted)
-    for _ in range(12):
+    for passed_s in [29.0] * 11 + [31.0, 0.0]:
         local.text(1)
-        now[0] += 29.0
-    assert asked == [1e6, 1e6 + 11 * 29.0]
-    now[0] += 2.0  # 31 s after the last text
-    local.text(1)
-    assert asked[2:] == [now[0]]
+        clock.now += passed_s
+    assert asked == [1e6, 1e6 + 11 * 29.0, clock.now]
 
 
 def test_a_prompt_that_no_target_takes_reaches_no_draft(cloud: FakeServer) -> None:
     """200,000 ids fit into a body; what the draft keeps of a prompt to copy from it took 150 MB."""
     with serve_local(cloud.url) as local:
-        long = {"prompt": [5] * 200_000, "max_tokens": 1}
-        assert local.refusal(400, long) == "context_length_exceeded"
+        assert local.refusal(400, body(1, prompt=[5] * 200_000)) == "context_length_exceeded"
         assert local.refusal(400, {"prompt": ["a", ""]}) == "empty_prompt"
         assert not local.core.drafts.scheduler.num_calls
         local.wait_until(local.is_at_rest)
@@ -274,13 +243,12 @@ def test_a_prompt_that_no_target_takes_reaches_no_draft(cloud: FakeServer) -> No
 async def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they take all connections to it. Facts that are known serve while it does not answer."""
     asked, answers, clock = list[str](), asyncio.Event(), Clock()
+    ready = {"status": "ready", "model": "fake", "running": 0, "queue_depth": 0}
 
     async def slow(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path)
         await answers.wait()
-        ready = {"status": "ready", "model": "fake", "running": 0, "queue_depth": 0}
-        is_facts = request.url.path == "/v1/model"
-        return httpx.Response(200, content=FACTS.model_dump_json() if is_facts else json.dumps(ready))
+        return httpx.Response(200, json=FACTS.model_dump() if request.url.path == "/v1/model" else ready)
 
     client = VerifierClient("http://127.0.0.1:1", transport=httpx.MockTransport(slow))
     upstream = Upstream([client], FACTS.tokenizer, clock=clock)
@@ -295,7 +263,7 @@ async def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyP
     assert sorted(asked) == ["/health/ready", "/v1/model"]
     answers.clear()
     clock.now += FACTS_S
-    monkeypatch.setattr(upstream_module, "PATIENT_S", 0.0)
+    monkeypatch.setattr("outrider.edge.serve.upstream.PATIENT_S", 0.0)
     assert [await upstream.facts() for _ in range(3)] == [FACTS] * 3
     await upstream.aclose()
     assert asked.count("/v1/model") <= 2
@@ -312,11 +280,9 @@ async def test_chats_that_a_verifier_never_renders_take_their_clients_places_onl
         await asyncio.Event().wait()
 
     monkeypatch.setattr(VerifierClient, "render", never)
-    settings = LocalSettings(KeyRing([KEY, OTHER_KEY]), max_own=2)
-    with serve_local(cloud.url, settings) as local:
+    with serve_local(cloud.url, LocalSettings(KeyRing([KEY, OTHER_KEY]), max_own=2)) as local:
         async with httpx.AsyncClient(base_url=local.url, headers=bearer(KEY), timeout=30.0) as client:
-            chat = {"messages": MESSAGES, "max_tokens": 4}
-            chats = [asyncio.create_task(client.post("/v1/chat/completions", json=chat)) for _ in range(6)]
+            chats = [asyncio.create_task(client.post(CHAT, json=ASKED)) for _ in range(6)]
             for refused in itertools.islice(asyncio.as_completed(chats), 4):
                 assert (await refused).status_code == 429
             other = await client.post("/v1/completions", json=body(), headers=bearer(OTHER_KEY))
@@ -324,26 +290,6 @@ async def test_chats_that_a_verifier_never_renders_take_their_clients_places_onl
             for each in chats:
                 each.cancel()
         local.wait_until(local.is_at_rest)
-
-
-@pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
-def test_a_prompt_with_passages_has_special_tokens_as_its_request_says(
-    local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one without passages."""
-    special, encode = list[bool](), Tokenizer.encode
-
-    def noted(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if text.endswith(PROMPT):
-            special.append(add_special_tokens)
-        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "encode", noted)
-    documents = [{"text": "to verify tokens and drafts"}]
-    for asked, adds in (({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)):
-        assert local.post(body(1, documents=documents, **asked))["passages"]
-        assert special == [adds, adds]  # the prompt alone, and with its passages
-        special.clear()
 
 
 def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
@@ -354,28 +300,51 @@ def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
 
     def encode(tokenizer: object, max_tokens: int, body: object) -> list[list[int]]:
         began.set()
-        goes_on.wait()
+        goes_on.wait(60.0)
         return [[5]]
 
-    monkeypatch.setattr(routes, "encode_prompts", encode)
-    with serve_local(cloud.url) as local, ExitStack() as stack:
-        stack.callback(goes_on.set)
+    monkeypatch.setattr("outrider.edge.serve.routes.encode_prompts", encode)
+    with serve_local(cloud.url) as local:
         with posted(local):
             assert began.wait(30.0) and local.core.places.total == 1
         local.wait_until(local.is_at_rest)
+        goes_on.set()
 
 
 def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer) -> None:
     """Where another target took the place of the known one, the text is refused; the next request knows the new one."""
     other = FakeBatchRuntime(vocab_size=fake_tokenizer().size, seed=7)
-    chat = "/v1/chat/completions"
     with serve_fake(runtime=other, name="other") as second, serve_local([cloud.url, second.url]) as local:
-        asked = {"messages": MESSAGES, "max_tokens": 4}
-        assert local.post(asked, chat)["model"] == "fake"
-        local.core.upstream.fleet.clients.reverse()  # the first one is gone, and the second answers
-        local.core.upstream.fleet.clients.pop()
-        for path, fields in (("/v1/completions", body()), (chat, asked)):
+        assert local.post(ASKED, CHAT)["model"] == "fake"
+        upstream = local.core.upstream
+        del upstream.fleet.clients[0]  # the first one is gone, and the second answers
+        for path, fields in (("/v1/completions", body()), (CHAT, ASKED)):
             error = local.post(fields, path, 503)["error"]
             assert error["code"] == "no_verifier" and "another target" in error["message"]
             assert local.post(fields, path)["model"] == "other"
-            local.core.upstream._facts = (local.core.upstream.clock(), FACTS)
+            upstream._facts = (upstream.clock(), FACTS)
+
+
+def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the look finds is logged when it has ended."""
+    may_answer = threading.Event()
+
+    def slow(server: RawServer, connection: Any) -> None:
+        assert may_answer.wait(30.0)
+        connection.sendall(NOT_FOUND)
+
+    monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
+    with raw_server(slow) as cloud, serve_local(cloud.url) as local:
+        assert httpx.get(f"{local.url}/health/live").status_code == 200
+        assert "it is still looked for" in caplog.text and "requests get 503" not in caplog.text
+        may_answer.set()
+        local.wait_until(lambda: "no verifier yet; requests get 503, still trying" in caplog.text)
+
+
+def test_a_start_without_a_verifier_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The command has named the address that does not answer before."""
+    with serve_local("http://127.0.0.1:9") as local:
+        assert httpx.get(f"{local.url}/health/live").status_code == 200
+    assert caplog.messages == ["no verifier yet; requests get 503, still trying"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -10,13 +9,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
 from tests.commands import KEY, OTHER_KEY, Outrider
 from tests.hostile_pages import FOREIGN, JSON, ask_as_page
 from tests.local_endpoint import (
@@ -29,6 +27,7 @@ from tests.local_endpoint import (
     serve_local,
     serve_process,
 )
+from tests.raw_client import post
 from tests.serving import FakeServer, StepGate, bearer, code_of, serve_fake
 from tests.waiting import run
 
@@ -36,13 +35,9 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.client.checks import check_rendered
-from outrider.models.client.errors import ProtocolBroken
 from outrider.models.errors import RequestError, TokenizerMismatch
-from outrider.models.http import openai_answers
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import open_socket
-from outrider.models.wire.protocol import RenderAnswer
 
 POSTS: dict[str, dict[str, Any]] = {
     "/v1/completions": body(),
@@ -88,52 +83,51 @@ def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
     origin = "https://chat.example.com"
     given = f"{origin.replace('chat', 'Chat')}:443/"  # as a browser would not write it
     pages = PagePolicy(is_keyless=True, allowed_origins=[given])
+    # Also what OpenAI's client adds in a page.
+    named = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": named}
+    foreign = ("https://other.example.com", "null", "http://chat.example.com")
     with serve_local(cloud.url, LocalSettings(pages=pages, allowed_origins=(given,))) as local:
-        # Also what OpenAI's client adds in a page.
-        named = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": named}
-        preflight = httpx.options(f"{local.url}/v1/completions", headers={"Origin": origin, **asked})
-        assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == origin
-        for each in (
-            "https://other.example.com",
-            "null",
-            f"{origin}.evil.example",
-            "http://chat.example.com",
-            f"{origin}:4443",
+        url = f"{local.url}/v1/completions"
+        for each, codes in (
+            (origin, (200, 400)),
+            *((other, (400, 403)) for other in (*foreign, f"{origin}.evil.example", f"{origin}:4443")),
         ):
-            other = httpx.options(f"{local.url}/v1/completions", headers={"Origin": each, **asked})
-            assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
-            assert code_of(httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": each}))[0] == 403
-        refused = httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": origin})
-        assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == origin
+            preflight = httpx.options(url, headers={"Origin": each, **asked})
+            answer = httpx.post(url, json={}, headers={"Origin": each})
+            assert (preflight.status_code, answer.status_code) == codes
+            allowed = {found.headers.get("access-control-allow-origin") for found in (preflight, answer)}
+            assert allowed == {origin if each == origin else None}
 
 
 def test_keys_and_bounds() -> None:
     """A key where one is configured; the device's own goes to the verifier only. Texts and bodies are bounded."""
-    gate = StepGate()
-    settings = LocalSettings(KeyRing([KEY, KEY + "-2"]), max_body_bytes=2000, max_requests=2, max_own=1)
+    gate, text, long = StepGate(), "/v1/completions", body(3000, stream=True)
+    settings = LocalSettings(KeyRing([KEY, OTHER_KEY]), max_body_bytes=2000, max_requests=2, max_own=1)
     with (
         serve_fake(ServerSettings(KeyRing([KEY * 2])), gate=gate) as guarded,
         serve_local(guarded.url, settings, api_key=KEY * 2) as local,
         httpx.Client(base_url=local.url, headers=bearer(KEY), timeout=30.0) as client,
     ):
-        assert httpx.get(f"{local.url}/v1/models").status_code == 401
-        assert httpx.get(f"{local.url}/v1/models", headers=bearer(KEY * 2)).status_code == 401
-        assert httpx.get(f"{local.url}/v1/models/a/b").status_code == 401
+        for path, key, status in (
+            ("/v1/models", {}, 401),
+            ("/v1/models", bearer(KEY * 2), 401),
+            ("/v1/models/a/b", {}, 401),
+            ("/health/ready", {}, 200),
+        ):
+            assert httpx.get(local.url + path, headers=key).status_code == status
         counted = local.core.metrics.requests
         assert counted["/v1/models", "GET", 401] == 2 and counted["/v1/models/{model:path}", "GET", 401] == 1
         off = client.get("/metrics")
         assert code_of(off) == (404, "not_found") and "start it with --metrics" in off.json()["error"]["message"]
-        assert httpx.get(f"{local.url}/health/ready").status_code == 200
-        assert client.post("/v1/completions", json=body(stop="x" * 3000)).status_code == 413
-        assert code_of(client.post("/v1/completions", json=body(prompt=["a", "b"])))[1] == "invalid_parameter"
-        long = body(stream=True, max_tokens=3000)
-        with client.stream("POST", "/v1/completions", json=long):
-            refused = client.post("/v1/completions", json=body())
-            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-            with client.stream("POST", "/v1/completions", json=long, headers=bearer(KEY + "-2")):
+        assert client.post(text, json=body(stop="x" * 3000)).status_code == 413
+        assert code_of(client.post(text, json=body(prompt=["a", "b"])))[1] == "invalid_parameter"
+        with client.stream("POST", text, json=long):
+            refused = client.post(text, json=body())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            with client.stream("POST", text, json=long, headers=bearer(OTHER_KEY)):
                 local.core.places.max_each = 5
-                assert code_of(client.post("/v1/completions", json=body())) == (503, "overloaded")
+                assert code_of(client.post(text, json=body())) == (503, "overloaded")
         gate.open()
         local.wait_until(local.is_at_rest)
 
@@ -148,24 +142,21 @@ def test_clients_with_keys_share_nothing_that_the_verifier_keeps(cloud: FakeServ
     assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for each in cached] == [False, False, True]
 
 
-def owner_layer(*tables: Path) -> tuple[Callable[..., None], list[str]]:
-    """Calls an app behind the check of the connection's owner; the paths that have reached it."""
-    reached = list[str]()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        reached.append(scope["path"])
+def owner_layer(*tables: Path) -> tuple[Callable[..., None], AsyncMock]:
+    """Calls an app behind the check of the connection's owner, and the app."""
+    app = AsyncMock()
 
     def call(client: tuple[str, int], server: tuple[str, int], path: str = "/v1/models") -> None:
         scope = {"type": "http", "method": "GET", "path": path, "client": client, "server": server}
         run(OwnUser(app, ["/health/live"], tables)(scope, None, None))  # type: ignore[arg-type]
 
-    return call, reached
+    return call, app
 
 
 def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -> None:
     """The system's table says whose the connection is; one that is closed, or not there, is nobody's."""
     table = tmp_path / "tcp"
-    through, reached = owner_layer(table, tmp_path / "none")
+    through, app = owner_layer(table, tmp_path / "none")
 
     def call(host: str, rows: Sequence[str], path: str = "/v1/models", server: str = "127.0.0.1") -> None:
         table.write_text("\n".join(["  sl  local_address ...", *rows, ""]))
@@ -175,22 +166,30 @@ def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -
         return f"   0: {local} 0100007F:1F8D {state} 00000000:00000000 00:00000000 00000000 {user} 0 77"
 
     own = os.getuid()
-    call("127.0.0.1", [row(4321, "0100007F:9999"), row(own)])
-    call("127.0.0.1", [row(0)])
-    call("::ffff:127.0.0.1", [row(own, "0000000000000000FFFF00000100007F:1234")])
-    call("::1", [row(own, "00000000000000000000000001000000:1234")])
+    for host, rows in (
+        ("127.0.0.1", [row(4321, "0100007F:9999"), row(own)]),
+        ("127.0.0.1", [row(0)]),
+        ("::ffff:127.0.0.1", [row(own, "0000000000000000FFFF00000100007F:1234")]),
+        ("::1", [row(own, "00000000000000000000000001000000:1234")]),
+        ("192.0.2.8", [row(own, "080200C0:1234")]),
+    ):
+        call(host, rows)
     call("192.0.2.7", [], server="192.0.2.8")  # not over loopback: the gate's business
     call("127.0.0.1", [], path="/health/live")
-    call("192.0.2.8", [row(own, "080200C0:1234")])
-    assert len(reached) == 7
-    for rows in ([row(4321)], [row(4321, state="06")], [row(0, state="06")] if own else [], []):
-        with pytest.raises(RequestError) as refused:
-            call("127.0.0.1", rows)
+    assert app.call_count == 7
+    others = [row(4321, "080200C0:1234"), row(4321)]
+    for host, rows, server in (
+        ("127.0.0.1", [row(4321)], "127.0.0.1"),
+        ("127.0.0.1", [row(4321, state="06")], "127.0.0.1"),
+        ("127.0.0.1", [row(0, state="06")] if own else [], "127.0.0.1"),
+        ("127.0.0.1", [], "127.0.0.1"),
+        ("192.0.2.8", others, "127.0.0.1"),  # a program may call from any address of its machine
+        ("127.0.0.1", others, "192.0.2.8"),
+    ):
+        with pytest.raises(RequestError, match="another user") as refused:
+            call(host, rows, server=server)
         assert (refused.value.code, refused.value.status) == ("other_user", 403)
-    for host, server in (("192.0.2.8", "127.0.0.1"), ("127.0.0.1", "192.0.2.8")):
-        with pytest.raises(RequestError, match="another user"):  # a program may call from any address of its machine
-            call(host, [row(4321, "080200C0:1234"), row(4321)], server=server)
-    assert len(reached) == 7
+    assert app.call_count == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
@@ -201,24 +200,20 @@ def test_the_system_names_the_owner_of_one_connection(
     """Without reading the tables, which takes milliseconds. Who listens at the caller's address is not the caller."""
     empty = tmp_path / "tcp"
     empty.write_text("  sl  local_address ...\n")
-    call, reached = owner_layer(empty)
-    with ExitStack() as stack:
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = stack.enter_context(socket.create_server((host, 0), family=family))
-        except OSError:
-            pytest.skip(f"no sockets on {host}")
-        server = listener.getsockname()[:2]
-        client = stack.enter_context(socket.create_connection(server)).getsockname()[:2]
+    call, app = owner_layer(empty)
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError:
+        pytest.skip(f"no sockets on {host}")
+    with listener, socket.create_connection(listener.getsockname()[:2]) as connection:
+        server, client = listener.getsockname()[:2], connection.getsockname()[:2]
         call(client, server)
-        assert reached == ["/v1/models"]
-        for other in (server, (host, 1)):
+        assert app.call_count == 1
+        for other in (server, (host, 1), client):
             with pytest.raises(RequestError, match="another user"):
                 call(other, server)
-        monkeypatch.setattr("outrider.edge.serve.neighbours.owner_of", lambda *_: 4321)
-        with pytest.raises(RequestError, match="another user"):
-            call(client, server)
-    assert reached == ["/v1/models"]
+            monkeypatch.setattr("outrider.edge.serve.neighbours.owner_of", lambda *_: 4321)
+    assert app.call_count == 1
 
 
 AS_NOBODY = """
@@ -252,12 +247,8 @@ def test_a_real_other_user(cloud: FakeServer, settings: LocalSettings, key: str 
     and the verifier has no text of it; with --any-user or the key it is answered, and root always is.
     """
     with serve_local(cloud.url, settings) as local:
-        requests = list[str]()
-        for path, whole in POSTS.items():
-            content = json.dumps(whole)
-            head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n"
-            head += f"Authorization: Bearer {key}\r\n" if key else ""
-            requests.append(f"{head}Content-Type: application/json\r\n\r\n{content}")
+        headers = [f"Authorization: Bearer {key}"] if key else []
+        requests = [post(path, json.dumps(whole).encode(), *headers).decode() for path, whole in POSTS.items()]
         command = [sys.executable, "-c", AS_NOBODY, str(httpx.URL(local.url).port), json.dumps(requests)]
         before = cloud.core.engine.stats().totals
         done = subprocess.run(command, capture_output=True, text=True)
@@ -275,22 +266,18 @@ def test_a_real_other_user(cloud: FakeServer, settings: LocalSettings, key: str 
 
 def test_a_verifier_that_fails_is_reported(cloud: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     """No verifier: 503, so that clients try again. One that refuses the device's key: 502. No prompt is logged."""
+    hidden, long = LocalSettings(shows_details=False), body(prompt="a b " * 9000)
     with serve_local("http://127.0.0.1:9") as alone:
         answer = httpx.post(f"{alone.url}/v1/completions", json=body())
         assert code_of(answer) == (503, "no_verifier") and answer.headers["retry-after"] == "1"
-    with (
-        serve_fake(ServerSettings(KeyRing([KEY]))) as guarded,
-        serve_local(guarded.url, LocalSettings(shows_details=False)) as local,
-    ):
+    with serve_fake(ServerSettings(KeyRing([KEY]))) as guarded, serve_local(guarded.url, hidden) as local:
         answer = httpx.post(f"{local.url}/v1/completions", json=body())
         assert code_of(answer) == (502, "verifier_refused")
         assert guarded.url not in answer.text and "verifier_refused" in caplog.text
-    with serve_local(cloud.url, LocalSettings(shows_details=False)) as local:
+    with serve_local(cloud.url, hidden) as local:
         answer = httpx.post(f"{local.url}/v1/completions", json=body(logit_bias={"99999999": 1}))
         assert code_of(answer) == (400, "token_out_of_range")
         assert "from http" not in answer.text and f"(from {cloud.url})" in caplog.text
-    with serve_local(cloud.url) as local:
-        long = body(prompt="a b " * 9000)
         assert (400, local.refusal(400, long)) == code_of(httpx.post(f"{cloud.url}/v1/completions", json=long))
     assert PROMPT not in caplog.text
 
@@ -299,7 +286,7 @@ def test_a_draft_for_another_target_is_refused_at_the_start(cloud: FakeServer) -
     """Its token ids would mean other text."""
     core = local_core(cloud.url, fingerprint="0" * 64)
     with open_socket("127.0.0.1", 0) as sock, pytest.raises(TokenizerMismatch, match="made for this target"):
-        asyncio.run(LocalServer(core, drain_s=0.0).startup([sock]))
+        run(LocalServer(core, drain_s=0.0).startup([sock]))
 
 
 def test_the_command_serves_the_text_of_outrider_run(cloud: FakeServer, fake_bundle: Path, outrider: Outrider) -> None:
@@ -347,38 +334,31 @@ def test_a_mistake_shows_before_the_draft_is_loaded(
     assert message in shown.err and shown.err.count("\n") == 1 and shown.out == ""
 
 
-@pytest.mark.parametrize("tokens", [[], [-1], [1 << 31]])
-def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None:
-    """A conversation's ids are checked as all others that a server sends."""
-    with pytest.raises(ProtocolBroken):
-        check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))
-
-
 def test_models_and_paths(local: LocalEndpoint) -> None:
     """The target is the one model; other names and other paths are 404, other methods 405."""
 
-    def get(path: str) -> httpx.Response:
-        return httpx.get(local.url + path)
-
-    (card,) = get("/v1/models").json()["data"]
-    assert card["id"] == "fake" and card == get("/v1/models/fake").json()
-    openai_answers.ModelCard.model_validate(card)
-    assert get("/v1/models/other").status_code == 404
-    assert code_of(get("/v1/models/")) == (404, "model_not_found")
-    for path in ("/v1/chat/completions/", "/health/live/"):  # no redirect, which would be to what Host says
-        assert code_of(get(path)) == (404, "not_found")
+    (card,) = httpx.get(f"{local.url}/v1/models").json()["data"]
+    assert card["id"] == "fake" and card == httpx.get(f"{local.url}/v1/models/fake").json()
     assert local.refusal(404, body(model="other")) == "model_not_found"
-    assert code_of(get("/v1/nothing")) == (404, "not_found")
-    assert code_of(get("/v1/completions")) == (405, "method_not_allowed")
+    for path, status, code in (
+        ("/v1/models/other", 404, "model_not_found"),
+        ("/v1/models/", 404, "model_not_found"),
+        ("/v1/chat/completions/", 404, "not_found"),  # no redirect, which would be to what Host says
+        ("/health/live/", 404, "not_found"),
+        ("/v1/nothing", 404, "not_found"),
+        ("/v1/completions", 405, "method_not_allowed"),
+    ):
+        assert code_of(httpx.get(local.url + path)) == (status, code)
 
 
 def test_probes(local: LocalEndpoint) -> None:
     """Readiness says what drafts, and whether a verifier answers."""
     assert httpx.get(local.url + "/health/live").json() == {"status": "live"}
-    ready = httpx.get(local.url + "/health/ready")
-    assert ready.status_code == 200 and httpx.head(local.url + "/health/ready").status_code == 200
+    url = f"{local.url}/health/ready"
+    ready = httpx.get(url)
+    assert ready.status_code == httpx.head(url).status_code == 200
     # A page may come under a name of its own that resolves to this machine; probes do, too.
-    assert httpx.get(local.url + "/health/ready", headers={"Host": "evil.example"}).json() == {"status": "ready"}
+    assert httpx.get(url, headers={"Host": "evil.example"}).json() == {"status": "ready"}
     assert ready.json()["model"] == "fake" and ready.json()["draft_sequences"] == 4
     (cloud,) = ready.json()["clouds"]
     assert (cloud["state"], cloud["model"]) == ("up", "fake") and cloud["round_trip_ms"] >= 0.0
@@ -402,6 +382,6 @@ def test_what_the_verifier_does_not_offer_is_refused_by_name(
     local: LocalEndpoint, fields: dict[str, Any], param: str, path: str, whole: dict[str, Any]
 ) -> None:
     """With OpenAI's shape of errors."""
+    named = {"code": "unsupported_parameter", "param": param, "type": "invalid_request_error"}
     error = local.post(whole | fields, path, 400)["error"]
-    named = ("unsupported_parameter", param, "invalid_request_error")
-    assert (error["code"], error["param"], error["type"]) == named
+    assert error | named == error

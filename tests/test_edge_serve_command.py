@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
-import httpx
 import pytest
 from tests.agents import nowhere
 from tests.commands import KEY, OTHER_KEY, Outrider, key_file
 from tests.drafts import make_draft
-from tests.local_endpoint import serve_local
-from tests.raw_server import NOT_FOUND, RawServer, raw_server
 from tests.serving import serve_fake
 from tests.waiting import run
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.cli import serve as command
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.store.shelf import PulledFor, Shelf, find_pulled_from
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
-from outrider.models.process import watched_files
-from outrider.models.wire.protocol import ModelFacts
-
-Look = Callable[[LocalCore], Awaitable[None]]
-
-
-async def nothing(_: LocalCore) -> None:
-    """Looks at nothing."""
 
 
 @dataclass
@@ -45,7 +32,7 @@ class Started:
 
     opened: list[Path]
     cores: list[LocalCore] = field(default_factory=list)
-    look: Look = nothing
+    look: Callable[[LocalCore], Awaitable[None]] = field(default_factory=AsyncMock)
 
 
 @pytest.fixture
@@ -53,22 +40,22 @@ def started(config: Path, shelf: Shelf, opened_models: list[Path], monkeypatch: 
     """Lets the command do everything but serve, with a fake model and a cache of this test's own."""
     found = Started(opened_models)
 
-    class Server:
-        def __init__(self, core: LocalCore, **_: object) -> None:
-            self._core = core
+    async def serve(core: LocalCore) -> None:
+        found.cores.append(core)
+        await found.look(core)
+        await core.aclose()
 
-        def run(self, sockets: list[socket.socket]) -> None:
-            found.cores.append(self._core)
-            run(self._serve())
-
-        async def _serve(self) -> None:
-            await found.look(self._core)
-            await self._core.aclose()
-
-    monkeypatch.setattr(command, "LocalServer", Server)
-    monkeypatch.setattr(command, "configure_logging", lambda format_: None)
+    server = lambda core, **_: Mock(run=lambda sockets: run(serve(core)))  # noqa: E731
+    monkeypatch.setattr("outrider.edge.cli.serve.LocalServer", server)
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: pytest.fail("took the reference"))
     return found
+
+
+def shelved(shelf: Shelf, digit: str, server: str) -> None:
+    """A draft that was pulled from a server; one with a higher digit later."""
+    make_draft(shelf.root / "new", content=digit.encode()).path.rename(shelf.place(digit * 64))
+    shelf.note(digit * 64, "target", PulledFor(model="fake", server=server, name="d", at_s=float(digit)))
 
 
 def test_everything_comes_from_the_file(config: Path, started: Started, tmp_path: Path, outrider: Outrider) -> None:
@@ -76,10 +63,9 @@ def test_everything_comes_from_the_file(config: Path, started: Started, tmp_path
     key_file(config.parent).rename(config.parent / "first.key")
     key_file(config.parent, OTHER_KEY).rename(config.parent / "second.key")
     make_draft(tmp_path / "drafts" / "cpu")
-    asked: list[ModelFacts] = []
 
     async def look(core: LocalCore) -> None:
-        asked.extend([await client.model_facts() for client in core.upstream._clients])
+        assert [(await client.model_facts()).name for client in core.upstream._clients] == ["fake", "fake"]
 
     started.look = look
     with (
@@ -94,11 +80,9 @@ def test_everything_comes_from_the_file(config: Path, started: Started, tmp_path
         )
         pulled = Path(outrider("pull").out.strip())
         shown = outrider("serve")
-    assert [each.name for each in asked] == ["fake", "fake"]
     assert f"draft: cpu, pulled from {first.url}" in shown.err
     assert started.opened == [pulled / "openvino_model.xml"]
-    (core,) = started.cores
-    assert core.settings.max_requests == 3 and core.settings.depth == "4"
+    assert [(core.settings.max_requests, core.settings.depth) for core in started.cores] == [(3, "4")]
 
 
 def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
@@ -107,10 +91,8 @@ def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
     """A service may start before the network does; with nothing pulled from there it takes the reference draft."""
     url = nowhere()
     monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOADING_S", 0.0)
-    for number, (server, at_s) in enumerate([(url, 1.0), (url, 2.0), ("http://other", 3.0)], 1):
-        sha256 = str(number) * 64
-        make_draft(shelf.root / "new", content=sha256.encode()).path.rename(shelf.place(sha256))
-        shelf.note(sha256, "target", PulledFor(model="fake", server=server, name="d", at_s=at_s))
+    for number, server in enumerate((url, url, "http://other"), 1):
+        shelved(shelf, str(number), server)
     shown = outrider("serve", "--port", "0", "--cloud", url).err
     assert started.opened == [shelf.place("2" * 64) / "openvino_model.xml"]
     assert shown.count(f"No verifier answers at {url}") == 1 and f"draft: d, pulled from {url}" in shown
@@ -127,10 +109,8 @@ def test_keys_of_clients_are_read_again(
     config: Path, started: Started, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new key is accepted without a restart, and one that is gone is refused."""
-    own, draft = tmp_path / "own.keys", make_draft(tmp_path / "draft").path
-    own.write_text(f"{KEY}\n")
-    own.chmod(0o600)
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
+    own, draft = key_file(tmp_path), make_draft(tmp_path / "draft").path
+    monkeypatch.setattr("outrider.models.process.watched_files.LOOK_S", 0.02)
 
     async def look(core: LocalCore) -> None:
         keys = core.settings.keys
@@ -144,8 +124,7 @@ def test_keys_of_clients_are_read_again(
 
     started.look = look
     with serve_fake() as cloud:
-        options = ["--port", "0", "--cloud", cloud.url, "--draft", str(draft), "--api-key-file", str(own)]
-        outrider("serve", *options)
+        outrider("serve", "--port", "0", "--cloud", cloud.url, "--draft", draft, "--api-key-file", own)
     assert len(started.cores) == 1
 
 
@@ -179,9 +158,9 @@ def test_typed_options_without_effect_are_refused(config: Path, started: Started
     config.write_text(
         "[serve]\nport = 0\nmax_own = 9\noffline_ok = true\nthreads = 2\nany_user = true\n", encoding="utf-8"
     )
-    draft = str(make_draft(config.parent / "draft").path)
-    outrider("serve", *keyed, "--max-requests", "4", "--runtime", "ngram", "--draft", draft, "--cloud", nowhere())
-    assert started.cores[0].offline is None  # copied passages are no text
+    draft = ["--draft", make_draft(config.parent / "draft").path, "--runtime", "ngram", "--cloud", nowhere()]
+    outrider("serve", *keyed, "--max-requests", "4", *draft)
+    assert [core.offline for core in started.cores] == [None]  # copied passages are no text
 
 
 def test_a_verifier_that_never_answers_delays_the_start_little(
@@ -192,55 +171,23 @@ def test_a_verifier_that_never_answers_delays_the_start_little(
     monkeypatch.setattr("outrider.edge.cli.placing.LINK_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        make_draft(shelf.root / "new").path.rename(shelf.place("1" * 64))
-        shelf.note("1" * 64, "target", PulledFor(model="fake", server=url, name="d", at_s=1.0))
+        shelved(shelf, "1", url)
         began = time.monotonic()
         shown = outrider("serve", "--port", "0", "--cloud", url).err
-        took_s = time.monotonic() - began
+        assert len(started.cores) == 1 and time.monotonic() - began < 10.0
     assert f"No verifier answers at {url} within 0.2 s." in shown and f"draft: d, pulled from {url}" in shown
-    assert len(started.cores) == 1 and took_s < 10.0
-
-
-def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What the look finds is logged when it has ended."""
-    may_answer = threading.Event()
-
-    def slow(server: RawServer, connection: socket.socket) -> None:
-        assert may_answer.wait(30.0)
-        connection.sendall(NOT_FOUND)
-
-    monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
-    with raw_server(slow) as cloud, ExitStack() as stack:
-        stack.callback(may_answer.set)
-        local = stack.enter_context(serve_local(cloud.url))
-        assert httpx.get(f"{local.url}/health/live").status_code == 200
-        assert "it is still looked for" in caplog.text and "requests get 503" not in caplog.text
-        may_answer.set()
-        local.wait_until(lambda: "no verifier yet; requests get 503, still trying" in caplog.text)
-
-
-def test_a_start_without_a_verifier_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """The command has named the address that does not answer before."""
-    with serve_local("http://127.0.0.1:9") as local:
-        assert httpx.get(f"{local.url}/health/live").status_code == 200
-    assert caplog.messages == ["no verifier yet; requests get 503, still trying"]
 
 
 def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
     config: Path, started: Started, tmp_path: Path, outrider: Outrider
 ) -> None:
     """A list of keys in --key-file, and one file for both, are refused with what each option is for."""
-    several, one = tmp_path / "several", key_file(tmp_path)
-    several.write_text(f"{KEY}\n{OTHER_KEY}\n", encoding="utf-8")
-    several.chmod(0o600)
+    several = key_file(tmp_path, f"{KEY}\n{OTHER_KEY}").rename(tmp_path / "several")
+    shared = key_file(tmp_path, OTHER_KEY, 0o644).rename(tmp_path / "shared")
+    one = key_file(tmp_path)
     both = (
         f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that clients"
     )
-    shared = tmp_path / "shared"
-    shared.write_text(OTHER_KEY, encoding="utf-8")
-    shared.chmod(0o644)
     for options, endpoint, message in (
         (["--api-key-file", shared], "", "can be read or written by other users (mode 0644); expected 0600"),
         (["--key-file", several], "", "holds 2 lines; expected one line with the key for the verifier; keys that"),
@@ -250,6 +197,6 @@ def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
         ([], f"key_file = '{several}'\n", "keys that clients of this endpoint send belong into --api-key-file"),
     ):
         config.write_text(f"[[endpoint]]\nurl = 'https://a.example'\n{endpoint}", encoding="utf-8")
-        shown = outrider("serve", "--port", "0", *map(str, options), code=2).err
+        shown = outrider("serve", "--port", "0", *options, code=2).err
         assert message in shown and KEY not in shown, shown
     assert started.cores == []

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 from tests.commands import Outrider
 
-from outrider.edge.cli import setup_screens as service_screen
 from outrider.edge.setup.service import (
     MARK,
     Service,
@@ -42,10 +42,8 @@ def service(
     home: Path, system: str = "systemd", python: str = "/opt/a b/bin/python", *, has_config: bool = True
 ) -> Service:
     """The service of a user whose home is `home`."""
-    command, config = (
-        (python, "-m", "outrider.edge.cli", "serve"),
-        home / "my $100% config.toml" if has_config else None,
-    )
+    command = (python, "-m", "outrider.edge.cli", "serve")
+    config = home / "my $100% config.toml" if has_config else None
     if system == "systemd":
         return systemd_unit(command, config, home / ".config")
     if system == "launchd":
@@ -53,24 +51,19 @@ def service(
     return windows_task(command, config, home, "me", home / "AppData" / "Local" / "outrider")
 
 
-def unit_of(text: str) -> configparser.ConfigParser:
-    """A unit, parsed."""
-    parser = configparser.ConfigParser(interpolation=None, comment_prefixes="#")
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read_string(text)
-    return parser
-
-
 def test_the_unit_starts_serve_with_the_configuration(tmp_path: Path) -> None:
     """Paths with spaces, dollars and percent signs survive systemd's quoting; secrets are not in it."""
-    unit = unit_of(service(tmp_path, python="/opt/a b/$x 5%/python").content.decode())
-    command = unit["Service"]["ExecStart"].replace("$$", "$").replace("%%", "%")
+    unit = configparser.ConfigParser(interpolation=None, comment_prefixes="#")
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(service(tmp_path, python="/opt/a b/$x 5%/python").content.decode())
+    started = unit["Service"]
+    command = started["ExecStart"].replace("$$", "$").replace("%%", "%")
     assert shlex.split(command) == ["/opt/a b/$x 5%/python", "-m", "outrider.edge.cli", "serve"]
-    (environment,) = shlex.split(unit["Service"]["Environment"].replace("%%", "%"))
-    assert environment == f"OUTRIDER_CONFIG={tmp_path}/my $100% config.toml"
-    assert unit["Install"]["WantedBy"] == "default.target" and unit["Service"]["RestartPreventExitStatus"] == "2"
-    for line in ("NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID"):
-        assert unit["Service"][line] == "true"
+    environment = shlex.split(started["Environment"].replace("%%", "%"))
+    assert environment == [f"OUTRIDER_CONFIG={tmp_path}/my $100% config.toml"]
+    assert (unit["Install"]["WantedBy"], started["RestartPreventExitStatus"]) == ("default.target", "2")
+    safe = ("NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID")
+    assert {started[line] for line in safe} == {"true"}
     assert "OUTRIDER_CONFIG" not in service(tmp_path, has_config=False).content.decode()
     with pytest.raises(ConfigError, match="line break"):
         service(tmp_path, python="/a\nExecStartPre=/bin/evil")
@@ -93,9 +86,12 @@ def test_the_launchd_agent_starts_serve_and_starts_it_again(tmp_path: Path) -> N
     """Not run on hardware: read back as a property list."""
     content = service(tmp_path, "launchd").content
     agent = plistlib.loads(content)
-    assert agent["ProgramArguments"] == ["/opt/a b/bin/python", "-m", "outrider.edge.cli", "serve"]
-    assert agent["RunAtLoad"] is True and agent["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent["EnvironmentVariables"] == {"OUTRIDER_CONFIG": f"{tmp_path}/my $100% config.toml"}
+    assert agent == agent | {
+        "ProgramArguments": ["/opt/a b/bin/python", "-m", "outrider.edge.cli", "serve"],
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "EnvironmentVariables": {"OUTRIDER_CONFIG": f"{tmp_path}/my $100% config.toml"},
+    }
     assert MARK.encode() in content and b"not run on hardware" in content
 
 
@@ -104,69 +100,60 @@ def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> Non
     content = service(tmp_path, "windows", r"C:\Program Files\Python\pythonw.exe").content
     assert content.startswith(b"\xff\xfe")  # as Task Scheduler writes its own
     task = ElementTree.fromstring(content)
-    space = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
+    space = "http://schemas.microsoft.com/windows/2004/02/mit/task"
 
-    def text(*names: str) -> str | None:
-        return task.findtext("/".join(space + name for name in names))
-
-    assert text("Actions", "Exec", "Command") == r"C:\Program Files\Python\pythonw.exe"
-    assert text("Actions", "Exec", "Arguments") == "-m outrider.edge.cli serve"
-    assert text("Triggers", "LogonTrigger", "UserId") == text("Principals", "Principal", "UserId") == "me"
-    assert text("Principals", "Principal", "RunLevel") == "LeastPrivilege"
-    assert text("Settings", "ExecutionTimeLimit") == "PT0S"
-    assert text("Settings", "StopIfGoingOnBatteries") == text("Settings", "DisallowStartIfOnBatteries") == "false"
-    assert MARK in (text("RegistrationInfo", "Description") or "")
+    for path, expected in {
+        "Actions/Exec/Command": r"C:\Program Files\Python\pythonw.exe",
+        "Actions/Exec/Arguments": "-m outrider.edge.cli serve",
+        "Triggers/LogonTrigger/UserId": "me",
+        "Principals/Principal/UserId": "me",
+        "Principals/Principal/RunLevel": "LeastPrivilege",
+        "Settings/ExecutionTimeLimit": "PT0S",
+        "Settings/StopIfGoingOnBatteries": "false",
+        "Settings/DisallowStartIfOnBatteries": "false",
+    }.items():
+        assert task.findtext(path, namespaces={"": space}) == expected, path
+    assert MARK in task.findtext("RegistrationInfo/Description", "", {"": space})
 
 
 @pytest.mark.parametrize(("system", "place"), PLACES)
-def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, system: str, place: str) -> None:
-    """Written whole or not at all; the same content is left alone; only a file of ours is removed."""
+def test_a_file_of_other_content_is_replaced_only_with_force(
+    tmp_path: Path, system: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written whole or not at all, on a full disk too; the same is left alone; only a file of ours is removed."""
     made = service(tmp_path, system)
     assert made.path == tmp_path / place
     assert write_service(made) and not write_service(made)
     assert made.path.read_bytes() == made.content and stat.S_IMODE(made.path.stat().st_mode) == 0o600
     mine = "# mine\n".encode("utf-16" if system == "windows" else "utf-8")
     made.path.write_bytes(mine)
-    with pytest.raises(ConfigError, match="--force"):
-        write_service(made)
-    with pytest.raises(ConfigError, match="was not written by"):
-        remove_service(made)
-    assert made.path.read_bytes() == mine
+    for change, words in ((write_service, "--force"), (remove_service, "was not written by")):
+        with pytest.raises(ConfigError, match=words):
+            change(made)
+        assert made.path.read_bytes() == mine
     assert write_service(made, force=True) and made.path.read_bytes() == made.content
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        write_service(service(tmp_path, system, "another"), force=True)
+    assert made.path.read_bytes() == made.content
     assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]  # no temporary file is left
     remove_service(made)
     assert not made.path.exists()
-
-
-def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No half a unit, no temporary file."""
-    made = service(tmp_path)
-    write_service(made)
-    before = made.content
-
-    def fail(number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_service(service(tmp_path, has_config=False), force=True)
-    assert made.path.read_bytes() == before and len(list(made.path.parent.iterdir())) == 1
 
 
 def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     """The file is this user's, and starts this installation with this configuration."""
     monkeypatch.setenv("USERNAME", "me")
     monkeypatch.setenv("USERDOMAIN", "HOME")
-    found = {name: service_here("outrider.edge.cli", name) for name in ("linux", "darwin", "win32")}
-    assert [each.system for each in found.values()] == ["systemd", "launchd", "windows"]
-    assert {each.config for each in found.values()} == {config}
-    assert "<UserId>HOME\\me</UserId>" in found["win32"].content.decode("utf-16")
-    assert f"ExecStart={sys.executable} -P -m outrider.edge.cli serve\n" in found["linux"].content.decode()
-    for each in found.values():
-        commands = (*each.turn_on, *each.turn_off, each.ask)
-        assert {command[0] for command in commands} == {
-            {"systemd": "systemctl", "launchd": "launchctl", "windows": "schtasks"}[each.system]
-        }
+    exec_start = f"ExecStart={sys.executable} -P -m outrider.edge.cli serve\n"
+    for name, system, manager, encoding, words in (
+        ("linux", "systemd", "systemctl", "utf-8", exec_start),
+        ("darwin", "launchd", "launchctl", "utf-8", "<string>outrider.edge.cli</string>"),
+        ("win32", "windows", "schtasks", "utf-16", "<UserId>HOME\\me</UserId>"),
+    ):
+        each = service_here("outrider.edge.cli", name)
+        assert (each.system, each.config) == (system, config) and words in each.content.decode(encoding)
+        assert {command[0] for command in (*each.turn_on, *each.turn_off, each.ask)} == {manager}
     with pytest.raises(RuntimeUnavailable, match="plan9"):
         service_here("outrider.edge.cli", "plan9")
 
@@ -181,8 +168,8 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
         return True, "active"
 
     made = service(tmp_path)
-    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
-    monkeypatch.setattr(service_screen, "run_command", take)
+    monkeypatch.setattr("outrider.edge.cli.setup_screens.service_here", lambda module: made)
+    monkeypatch.setattr("outrider.edge.cli.setup_screens.run_command", take)
     return commands
 
 
@@ -190,12 +177,10 @@ def test_install_status_and_uninstall(
     config: Path, tmp_path: Path, managed: list[tuple[str, ...]], outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--print writes nothing; install enables and starts; variables that the service will not see are named."""
-    path = service(tmp_path).path
-    assert (
-        outrider("service", "install", "--print").out == service(tmp_path).content.decode()
-        and not path.exists()
-        and not managed
-    )
+    made = service(tmp_path)
+    path = made.path
+    assert outrider("service", "install", "--print").out == made.content.decode()
+    assert not path.exists() and not managed
     assert "not installed" in outrider("service", "status", code=1).out
     advice = {
         "OUTRIDER_API_KEY": "name that as key_file in the configuration file",
@@ -209,8 +194,7 @@ def test_install_status_and_uninstall(
     shown = outrider("service", "install")
     assert f"wrote {path}" in shown.out.replace("\n", "")
     notes = [line for line in shown.err.splitlines() if "the service does not see" in line]
-    assert len(notes) == len(advice) and "OUTRIDER_CONFIG" in os.environ
-    for note, (name, words) in zip(notes, advice.items(), strict=True):
+    for note, (name, words) in zip(notes, advice.items(), strict=True):  # not OUTRIDER_CONFIG, which is set as well
         assert f"the service does not see {name}; " in note and note.endswith(words)
     assert [command[2] for command in managed] == ["daemon-reload", "enable", "restart"]
     assert "runs\n" in outrider("service", "status").out
@@ -218,29 +202,25 @@ def test_install_status_and_uninstall(
     assert "is not this version's; run `outrider service install --force`" in outrider("service", "status").out
     assert "--force" in outrider("service", "install", code=2).err
     outrider("service", "install", "--force")
-    assert path.read_bytes() == service(tmp_path).content
+    assert path.read_bytes() == made.content
     outrider("service", "uninstall")
-    assert not path.exists()
-    assert managed[-2] == ("systemctl", "--user", "disable", "--now", "outrider.service")
+    assert not path.exists() and managed[-2] == ("systemctl", "--user", "disable", "--now", "outrider.service")
     assert "not installed" in outrider("service", "uninstall").out
 
 
 def test_what_exists_does_not_run_yet(tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """launchd and Windows answer for each service that they know. Words as documented; not run on hardware."""
-    agent, task = service(tmp_path, "launchd"), service(tmp_path, "windows")
-    running, ready = (
-        '"PC","\\Outrider","N/A","{}","Interactive only","28/11/2026 09:00:00","{}"'.format(*each)
-        for each in (("Wird ausgeführt", 267009), ("Bereit", 0))
-    )
-    for made, shown, does_run in (
-        (agent, "\tstate = running\n\tlast exit code = 0\n}", True),
-        (agent, "\tstate = not running\n\tlast exit code = 0\n}", False),
-        (task, running, True),
-        (task, ready, False),
+    task = '"PC","\\Outrider","N/A","{}","Interactive only","28/11/2026 09:00:00","{}"'
+    for system, shown, does_run in (
+        ("launchd", "\tstate = running\n\tlast exit code = 0\n}", True),
+        ("launchd", "\tstate = not running\n\tlast exit code = 0\n}", False),
+        ("windows", task.format("Wird ausgeführt", 267009), True),
+        ("windows", task.format("Bereit", 0), False),
     ):
+        made = service(tmp_path, system)
         write_service(made)
         told = replace(made, ask=(sys.executable, "-c", f"print({shown!r}.encode('ascii', 'replace').decode())"))
-        monkeypatch.setattr(service_screen, "service_here", lambda module, told=told: told)
+        monkeypatch.setattr("outrider.edge.cli.setup_screens.service_here", lambda module, told=told: told)
         assert ("knows it as stopped" in outrider("service", "status", code=0 if does_run else 1).out) != does_run
 
 
@@ -255,7 +235,7 @@ def test_an_install_ends_what_ran_before(
 ) -> None:
     """A task that runs is not started a second time."""
     made = service(tmp_path, system)
-    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
+    monkeypatch.setattr("outrider.edge.cli.setup_screens.service_here", lambda module: made)
     outrider("service", "install")
     assert managed == [made.turn_off[0], *made.turn_on]
 
@@ -274,10 +254,15 @@ def test_a_manager_that_fails_is_reported_with_the_command(
     config: Path, managed: list[tuple[str, ...]], outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is there, so the user can run the command later; the exit status says that it is not done."""
-    monkeypatch.setattr(service_screen, "run_command", lambda command: (False, "Failed to connect to bus"))
+    monkeypatch.setattr(
+        "outrider.edge.cli.setup_screens.run_command", lambda command: (False, "Failed to connect to bus")
+    )
     shown = outrider("service", "install", code=1)
     assert "`systemctl --user daemon-reload` failed: Failed to connect to bus" in shown.err
     assert "started" not in shown.out
-    assert run_command(("outrider-no-such-manager",)) == (False, "outrider-no-such-manager is not installed")
-    assert run_command((sys.executable, "-c", "print('up')")) == (True, "up")
-    assert run_command((sys.executable, "-c", "raise SystemExit('down')")) == (False, "down")
+    for command, answer in (
+        (("outrider-no-such-manager",), (False, "outrider-no-such-manager is not installed")),
+        ((sys.executable, "-c", "print('up')"), (True, "up")),
+        ((sys.executable, "-c", "raise SystemExit('down')"), (False, "down")),
+    ):
+        assert run_command(command) == answer

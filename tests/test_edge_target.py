@@ -36,7 +36,7 @@ from outrider.models.client.errors import MAX_RETRY_AFTER_S, EndpointLost, Targe
 from outrider.models.errors import CloudError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, SessionOpen
+from outrider.models.wire.protocol import ModelFacts, SessionOpen
 from outrider.models.wire.verify import VerifyAnswer
 
 PROMPT = (5, 6, 7, 8)
@@ -99,8 +99,7 @@ async def test_another_target_with_the_same_tokenizer_does_not_go_on_with_a_text
 async def test_a_replica_behind_another_target_is_found(mode: Mode, moving: Moving) -> None:
     """A wrong endpoint between two replicas is passed over, and the text is whole."""
     b, c = moving.another_target(), moving.serve(name="renamed")
-    result = await moving.generate(mode, moving.first_url, b.url, c.url)
-    assert result.tokens == tuple(moving.seen) == TRUTH
+    assert (await moving.generate(mode, moving.first_url, b.url, c.url)).tokens == tuple(moving.seen) == TRUTH
     assert sum("serves another target" in trouble for trouble in moving.troubles) == 1
 
 
@@ -185,9 +184,8 @@ def test_every_answer_that_leads_to_tokens_names_the_target(server: FakeServer) 
             VerifyAnswer.model_validate_json(client.post("/v1/verify", json={"items": [{"prefix": prefix}]}).text)
             for prefix in ([1], [])
         )
-        ready = ReadyAnswer.model_validate_json(client.get("/health/ready").text)
-        facts = client.get("/v1/model").json()
-    assert opened.target == verified.target == failed.target == ready.target == facts["target"] == f"{0:016x}"
+        ready, facts = client.get("/health/ready").json(), client.get("/v1/model").json()
+    assert opened.target == verified.target == failed.target == ready["target"] == facts["target"] == f"{0:016x}"
     assert opened.vocab_size == facts["vocab_size"] and opened.model == verified.model == "fake"
     one, same, two = (ServedModel(name, fake_tokenizer(), frozenset()).target for name in ("one", "one", "two"))
     assert one == same != two and len(one) == 16
@@ -245,14 +243,13 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 def verifier(clock: Clock, asked: list[float], *retry_after: str, status: int = 429) -> Answer:
     """Answers `status` with each of these headers, then the facts; notes when it was asked."""
-    left = list(retry_after)
+    error = {"error": {"code": "tokens_exhausted", "message": "too many tokens", "type": "rate_limit_error"}}
+    refusals = [httpx.Response(status, json=error, headers={"retry-after": header}) for header in retry_after]
+    answers = iter([*refusals, httpx.Response(200, json=FACTS.model_dump())])
 
     def handle(_: httpx.Request) -> httpx.Response:
         asked.append(clock.now)
-        if not left:
-            return httpx.Response(200, json=FACTS.model_dump())
-        error = {"error": {"code": "tokens_exhausted", "message": "too many tokens", "type": "rate_limit_error"}}
-        return httpx.Response(status, json=error, headers={"retry-after": left.pop(0)})
+        return next(answers)
 
     return handle
 
@@ -276,37 +273,33 @@ async def facts_from(
 )
 def test_a_header_is_whole_seconds_and_bounded(header: str | None, seconds: float) -> None:
     """No server keeps a device waiting for longer than a minute, and a date counts as none."""
-    assert retry_after_s(header) == seconds
-    assert EndpointLost("lost").retry_after_s == 0.0
+    assert retry_after_s(header) == seconds and EndpointLost("lost").retry_after_s == 0.0
 
 
 def test_a_verifier_is_not_asked_before_the_time_it_names() -> None:
     """However short the device's own pauses would be; the user reads it, or the silence would look like a hang."""
     clock, asked, said = Clock(), list[float](), list[str]()
     assert run(facts_from(clock, verifier(clock, asked, "7", "3"), on_trouble=said.append)) == FACTS
-    assert asked == [0.0, 7.0, 10.0] and clock.pauses == [7.0, 3.0]
+    assert (asked, clock.pauses) == ([0.0, 7.0, 10.0], [7.0, 3.0])
     assert said[0] == "http://verifier0: tokens_exhausted: too many tokens. Trying again in 7 s."
 
 
 def test_another_verifier_is_asked_at_once() -> None:
     """And where all ask for clock, the one that asks for least comes first."""
-    clock, first, second = Clock(), list[float](), list[float]()
-    assert run(facts_from(clock, verifier(clock, first, "30"), verifier(clock, second))) == FACTS
-    assert (first, second, clock.pauses) == ([0.0], [0.0], [])
-    first, second = [], []
-    assert run(facts_from(clock, verifier(clock, first, "30"), verifier(clock, second, "5"))) == FACTS
-    assert (first, second, clock.pauses) == ([0.0], [0.0, 5.0], [5.0])
+    for asks, asked in (([], [0.0]), (["5"], [0.0, 5.0])):
+        clock, first, second = Clock(), list[float](), list[float]()
+        assert run(facts_from(clock, verifier(clock, first, "30"), verifier(clock, second, *asks))) == FACTS
+        assert (first, second, clock.pauses) == ([0.0], asked, asked[1:])
 
 
 def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
     """A text of `run --offline-ok` and one of `outrider serve` wait for 3 s; a question of the latter does not wait."""
-    client = VerifierClient("http://verifier", transport=httpx.MockTransport(lambda _: httpx.Response(503)))
-    for_texts = Upstream([client], "t").endpoints()._retry
+    for_texts = Upstream([VerifierClient("http://verifier")], "t").endpoints()._retry
     for policy, first_s, last_s, num in ((OFFLINE_RETRY, 3, 3, 2), (for_texts, 3, 4.5, 6), (quick(1), 0.05, 0.05, 2)):
         clock, asked = Clock(), list[float]()
         with pytest.raises(CloudError, match="tokens_exhausted"):
             run(facts_from(clock, verifier(clock, asked, *["60"] * 9, status=503), retry=policy, jitter=0.5))
-        assert asked[1] == first_s and clock.now == pytest.approx(last_s) and len(asked) == num
+        assert (asked[1], clock.now, len(asked)) == (first_s, pytest.approx(last_s), num)
 
 
 def test_a_file_that_allows_it_shortens_no_wait_of_other_modes(
@@ -330,13 +323,12 @@ def test_a_file_that_allows_it_shortens_no_wait_of_other_modes(
 
 async def test_an_outage_that_was_given_up_is_not_waited_out_again() -> None:
     """Else `run --offline-ok` is silent for 3 s at each look for a cloud; once one answers, its next outage is."""
-    clock, is_up = Clock(), True
+    clock, is_up, waited = Clock(), True, list[float]()
 
     def handle(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=FACTS.model_dump()) if is_up else httpx.Response(503)
 
-    waited = list[float]()
-    async with VerifierClient("http://verifier", transport=httpx.MockTransport(handle)) as client:
+    async with scripted_client(handle) as client:
         endpoints = Endpoints([client], OFFLINE_RETRY, clock.sleep, clock, jitter=lambda: 0.5)
         for is_up in (True, False, False, True, False):
             began = clock.now

@@ -10,9 +10,10 @@ import stat
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prompt_toolkit.input import create_pipe_input
@@ -70,17 +71,8 @@ class Typed:
         return None
 
 
-@dataclass
-class Shown:
-    """What a chat printed, and the conversation that it left."""
-
-    out: str
-    about: str
-    conversation: Conversation
-
-
-def chat(url: str, *messages: str | Callable[[], str | None], **options: Any) -> Shown:
-    """Chats with the fake target in a terminal without colours."""
+def chat(url: str, *messages: str | Callable[[], str | None], **options: Any) -> SimpleNamespace:
+    """Chats with the fake target in a terminal without colours: what was printed, and the conversation."""
     (out, out_text), (about, about_text) = screen(), screen()
     notes = Notes(about)
     chosen = ChatOptions(seed=5, max_tokens=MAX_TOKENS, **options)
@@ -91,7 +83,7 @@ def chat(url: str, *messages: str | Callable[[], str | None], **options: Any) ->
             return conversation
 
     conversation = run(talk())
-    return Shown(out_text.getvalue(), about_text.getvalue(), conversation)
+    return SimpleNamespace(out=out_text.getvalue(), about=about_text.getvalue(), conversation=conversation)
 
 
 def test_commands(server: FakeServer, tmp_path: Path) -> None:
@@ -141,13 +133,9 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
     ):
         assert expected in about.replace("\n", " ") or expected in about, (expected, about)
     assert [message.role for message in shown.conversation.messages] == ["system", "user", "assistant"]
-    assert shown.conversation.messages[1].content == "/slash"
-    assert shown.out.strip("\n") and "never" not in shown.out
+    assert shown.conversation.messages[1].content == "/slash" and shown.out.strip("\n") and "never" not in shown.out
     saved = json.loads(path.read_text(encoding="utf-8"))
-    assert saved["messages"][1] == {
-        "role": "user",
-        "content": "/slash",
-    }  # /save after /clear has no name
+    assert saved["messages"][1] == {"role": "user", "content": "/slash"}  # /save after /clear has no name
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -174,11 +162,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave(server: FakeServer) -> None:
     """Somebody who typed it twice does not lose the conversation."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    assert "Ctrl-D or /quit ends the chat." in chat(server.url, interrupt, "/quit").about
+    assert "Ctrl-D or /quit ends the chat." in chat(server.url, Mock(side_effect=KeyboardInterrupt), "/quit").about
 
 
 def test_an_error_ends_an_answer_and_not_the_chat(server: FakeServer) -> None:
@@ -243,14 +227,11 @@ async def test_the_editor_takes_several_lines_and_keeps_a_history(tmp_path: Path
 def test_tokens_are_coloured_by_origin() -> None:
     """Accepted picks, accepted alternatives and the target's own: three styles on a terminal."""
     batch = TokenBatch((1, 2, 3, 4), 3, 0.0, 4, alternatives=frozenset({1, 3}))
-    origins = [Origin.PICK, Origin.ALTERNATIVE, Origin.PICK, Origin.TARGET]
-    assert [batch.origin(index) for index in range(4)] == origins
-    tokenizer = fake_tokenizer()
-    out, shown = screen(force_terminal=True, color_system="standard")
-    tokens = tuple(tokenizer.encode("abcd")[:4])
+    assert list(map(batch.origin, range(4))) == [Origin.PICK, Origin.ALTERNATIVE, Origin.PICK, Origin.TARGET]
+    (out, shown), tokenizer = screen(force_terminal=True, color_system="standard"), fake_tokenizer()
+    tokens = tuple(tokenizer.encode("abcd"))
     TokenPrinter(out, tokenizer.detokenizer())(TokenBatch(tokens, 3, 0.0, 4, alternatives=frozenset({1})))
-    assert ALTERNATIVE_STYLE == "cyan"
-    assert shown.getvalue() == "\x1b[32ma\x1b[0m\x1b[36mb\x1b[0m\x1b[32mc\x1b[0md"
+    assert (ALTERNATIVE_STYLE, shown.getvalue()) == ("cyan", "\x1b[32ma\x1b[0m\x1b[36mb\x1b[0m\x1b[32mc\x1b[0md")
 
 
 def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
@@ -268,8 +249,8 @@ def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
             assert "3 answers; the conversation has" in shown[-1][1] and "no turn was sent again" in shown[-1][1]
     drafted, plain = shown
     assert drafted[0] == plain[0] and drafted[0].count("\n") >= 3
-    assert "drafted by: nothing" in plain[1] and "drafted by: int8" in drafted[1]
-    assert "last answer, this device: guesses at" in drafted[1] and "this device:" not in plain[1]
+    assert "drafted by: nothing" in plain[1] and "this device:" not in plain[1]
+    assert "drafted by: int8" in drafted[1] and "last answer, this device: guesses at" in drafted[1]
 
 
 ATTACKS = {
@@ -317,8 +298,7 @@ def test_a_terminal_shows_what_it_would_obey(attack: str, capsys: pytest.Capture
     print_document(console, {"text": attack})
     print_error(str(refusal_error("http://x", ErrorBody(code=attack, message=attack), 400)))
     shown = out.getvalue() + capsys.readouterr().err
-    assert not commands(shown)
-    assert shown.count(visible(attack)) >= 4
+    assert not commands(shown) and shown.count(visible(attack)) >= 4
     assert json.loads(out.getvalue()[out.getvalue().index("{\n") :]) == {"text": attack}
 
 
@@ -371,8 +351,7 @@ def test_what_happens_beside_a_text_does_not_reach_a_file(
 def test_ordinary_text_is_shown_as_it_is() -> None:
     """All scripts, emoji with joiners, newlines and tabs."""
     text = "naïve 東京 עברית العربية 👩\u200d💻\n\tx\n"
-    assert visible(text) == text
-    assert visible("\x1b\x00\x7f\x9b\u202e") == r"\x1b\x00\u007f\u009b\u202e"
+    assert visible(text) == text and visible("\x1b\x00\x7f\x9b\u202e") == r"\x1b\x00\u007f\u009b\u202e"
 
 
 def test_markup_of_a_server_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,7 +360,6 @@ def test_markup_of_a_server_is_no_markup(capsys: pytest.CaptureFixture[str]) -> 
     console, out = terminal()
     print_line(console, words, "yellow")
     print_error(words)
-    result = GenerationResult(Mode.STREAM, (1,), (), (0.1,), words, 1, 0, 0, 0, draft_error=words)
-    for line in summary_lines(result):
+    for line in summary_lines(GenerationResult(Mode.STREAM, (1,), (), (0.1,), words, 1, 0, 0, 0, draft_error=words)):
         print_line(console, line)
     assert out.getvalue().count(words) == 3 and capsys.readouterr().err == f"error: {words}\n"

@@ -36,8 +36,7 @@ class Driven:
     ) -> None:
         estimates = Estimates()
         self.belief = Belief(estimates.calibration.chance)
-        self.woken: list[int] = []
-        self._on_wake = on_wake
+        self.woken, self._on_wake = list[int](), on_wake
         self.worker = DraftWorker(
             GenerationRequest((1, 2, 3), SAMPLED, 1001),
             Drafting(drafter, DepthController(plan), estimates, limits, DraftScheduler(clock)),
@@ -95,9 +94,8 @@ async def test_a_run_sends_its_answer_whole_and_lets_no_guess_wait_long(
 
     driven = Driven(Acting(tick), DraftPlan(6, answer=answer), TreeLimits(width=1), lambda: round(now[0], 6))
     await driven.run()
-    assert driven.worker.num_drafted == driven.belief.tree.num_nodes == 6
+    assert driven.worker.num_drafted == driven.belief.tree.num_nodes == 6 and driven.woken == woken_at
     assert not driven.worker.has_work()  # else it would start run after run
-    assert driven.woken == woken_at
 
 
 class Unsure(NgramDrafter):
@@ -118,6 +116,20 @@ async def test_an_answer_that_does_not_become_whole_is_sent_all_the_same() -> No
     plan, limits = DraftPlan(9, answer=5), TreeLimits(width=4, max_nodes=300)
     await Driven(Unsure(now), plan, limits, lambda: round(now[0], 6), lambda: times.append(now[0])).run()
     assert times[0] <= 0.008
+
+
+async def test_an_answer_to_a_commit_waits_from_its_own_first_guess() -> None:
+    """Not from a guess that the commit has removed: then one guess would go out, and the next ones 10 ms later."""
+    now = [0.0]
+
+    def tick(texts: Sequence[Sequence[int]]) -> None:
+        now[0] += 2e-3
+        if now[0] == 4e-3:
+            driven.commit([VOCAB - 1])
+
+    driven = Driven(Acting(tick), DraftPlan(6), TreeLimits(width=1), lambda: round(now[0], 6))
+    await driven.run()
+    assert driven.woken == [2]
 
 
 async def test_a_run_takes_commits_between_calls() -> None:
@@ -141,14 +153,11 @@ async def test_a_run_takes_commits_between_calls() -> None:
 async def test_a_tree_is_expanded_as_wide_as_the_limits_say() -> None:
     """Until it has its most nodes; each call runs several of them."""
     sizes: list[int] = []
-
     driven = Driven(Acting(lambda texts: sizes.append(len(texts))), DraftPlan(20), TreeLimits(width=4, max_nodes=60))
     await driven.run()
     tree = driven.belief.tree
-    assert 60 <= tree.num_nodes <= 60 + 4 * 8 and driven.worker.num_drafted == sum(sizes)
-    assert all(len(children) <= 4 for children in [tree.root.children])
-    assert not driven.worker.has_work()
-    assert max(sizes) > 1
+    assert 60 <= tree.num_nodes <= 60 + 4 * 8 and driven.worker.num_drafted == sum(sizes) and max(sizes) > 1
+    assert len(tree.root.children) <= 4 and not driven.worker.has_work()
 
 
 async def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
@@ -175,7 +184,9 @@ async def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
     (first,) = sent
     (root, number), *rest = first
     assert number == 0 and len(first) > 4
-    below = {node for node, _ in rest if root in _above(node)} | {root}
+    below = {root}
+    for node, _ in rest:
+        below |= {node} if node.parent in below else set()
     ahead.lost([root])
     assert len(sent) == 1
     ahead.pump()
@@ -192,14 +203,6 @@ async def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
     ahead.pump()
     assert [number for _, number in sent[2]] == [*range(len(first))]
     ahead.close()
-
-
-def _above(node: GuessNode) -> list[GuessNode]:
-    above = []
-    while node.parent is not None:
-        node = node.parent
-        above.append(node)
-    return above
 
 
 @pytest.mark.parametrize(("node_ms", "fullest"), [(0.0, 4), (20.0, 1)])

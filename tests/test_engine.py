@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, VOCAB, Harness, calibrated, plain, refused
+from tests.engine_harness import SAMPLED, VOCAB, Harness, calibrated, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.picking_runtime import PickingRuntime
 
@@ -20,30 +20,6 @@ from outrider.models.runtimes.base import SequenceSlice
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.8, top_p=0.9, seed=3)])
-def test_concurrent_sequences_equal_the_plain_loop(params: SamplingParams) -> None:
-    """Eight prompts of different lengths in one engine give the same texts as alone."""
-    harness = Harness()
-    collectors = [harness.submit(prompt, 25, params=params)[1] for prompt in PROMPTS]
-    harness.run()
-    assert [c.tokens for c in collectors] == [plain(prompt, params, 25) for prompt in PROMPTS]
-    assert all(c.ended.reason == "length" for c in collectors)
-    assert max(map(len, harness.batches)) == len(PROMPTS)
-
-
-def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
-    """With a budget of 8 tokens per step no sequence stalls, and both texts are exact."""
-    harness = Harness(config=EngineConfig(step_tokens=8))
-    _, first = harness.submit(PROMPTS[0], 30)
-    harness.engine.step()
-    long_prompt = list(range(60))
-    second = harness.finished(long_prompt, 5)
-    assert first.tokens == plain(PROMPTS[0], SAMPLED, 30)
-    assert second.tokens == plain(long_prompt, SAMPLED, 5)
-    assert max(sum(batch) for batch in harness.batches) <= 8
-    assert len([b for b in harness.batches if len(b) == 2 and max(b) > 1]) >= 8
-
-
 def test_drafts_never_stall_a_prompt() -> None:
     """Sixteen sequences whose drafts would fill every step still leave a share for a long prompt."""
     harness = Harness(num_blocks=1024, max_positions=1024, step_s=lambda num_tokens: 0.02)
@@ -52,37 +28,10 @@ def test_drafts_never_stall_a_prompt() -> None:
     harness.engine.step()
     prompt = [i % VOCAB for i in range(400)]
     _, late = harness.submit(prompt, 1)
-    num_steps = 0
-    while late.end is None:
+    for _ in range(19):
         harness.draft_all(sequences, truths, 20)
         harness.engine.step()
-        num_steps += 1
-        assert num_steps < 20
     assert late.tokens == plain(prompt, SAMPLED, 1)
-
-
-def test_a_step_of_no_measured_time_is_handled() -> None:
-    """A step too short for the clock causes no division by zero."""
-    harness, truth = Harness(step_s=lambda num_tokens: 0.0), plain(PROMPTS[1], SAMPLED, 30)
-    text = harness.draft_along(
-        harness.submit(PROMPTS[1], 30),
-        lambda base: [[truth[base], (truth[base] + 1) % VOCAB]] if 0 < base < 30 else [],
-    )
-    assert text.tokens == truth
-
-
-def test_a_runtime_may_pick_tokens_itself() -> None:
-    """The same text, with accepted drafts; a row that is not finite ends only its own sequence."""
-    runtime = PickingRuntime(vocab_size=VOCAB, fail_on_token=63)
-    harness, truth = Harness(runtime=runtime, config=EngineConfig(policy=Policy.VERIFY)), plain(PROMPTS[1], SAMPLED, 6)
-    good_id, good = harness.submit(PROMPTS[1], 6)
-    _, bad = harness.submit([5, 63], 6)
-    harness.step()
-    harness.engine.draft(good_id, 1, [[truth[1], truth[2], (truth[3] + 1) % VOCAB]])
-    harness.run()
-    assert good.tokens == truth
-    assert good.commits[1].accepted == 2
-    assert bad.code == "model_fault"
 
 
 def test_drafts_that_come_while_a_device_runs_a_step_are_merged_then() -> None:
@@ -107,27 +56,6 @@ def test_drafts_that_come_while_a_device_runs_a_step_are_merged_then() -> None:
     harness.run()
     assert text.tokens == truth and text.commits[2].accepted == 2
     assert other.tokens == other_truth and not any(commit.accepted for commit in other.commits)
-
-
-@pytest.mark.parametrize(("is_shared", "num_new"), [(True, 2), (False, 30)])
-def test_common_prefixes_are_computed_once_unless_that_is_switched_off(is_shared: bool, num_new: int) -> None:
-    """The second request with the same prompt runs only the tokens after the last full block, or all of them."""
-    harness, prompt = Harness(config=EngineConfig(share_prefixes=is_shared), block_size=4), list(range(30))
-    first = harness.finished(prompt, 6)
-    num_steps = len(harness.batches)
-    second = harness.finished(prompt, 6)
-    assert second.tokens == first.tokens == plain(prompt, SAMPLED, 6)
-    assert [harness.batches[0], harness.batches[num_steps]] == [[30], [num_new]]
-    assert second.ended.usage.cached_prompt_tokens == 30 - num_new
-
-
-def test_without_free_blocks_the_youngest_is_preempted_and_nothing_is_lost() -> None:
-    """Eight sequences that need three times the cache all end with their exact text."""
-    harness = Harness(num_blocks=30, block_size=4)
-    collectors = [harness.submit(prompt, 40)[1] for prompt in PROMPTS]
-    harness.run()
-    assert [c.tokens for c in collectors] == [plain(prompt, SAMPLED, 40) for prompt in PROMPTS]
-    assert harness.engine.stats().totals.preempted > 0
 
 
 def drafts_for(truth: Sequence[int], base: int, kind: str, length: int) -> list[list[int]]:
@@ -194,11 +122,9 @@ def test_correct_drafts_save_passes_and_usage_counts_them() -> None:
     truth, sequence = plain(PROMPTS[1], SAMPLED, 24), harness.submit(PROMPTS[1], 24)
     harness.engine.step()
     text = harness.draft_along(sequence, lambda base: [truth[base : base + 8] or [0]])
-    assert text.tokens == truth
     usage = text.ended.usage
-    assert usage.target_passes <= 7
-    assert usage.accepted_tokens == 24 - usage.target_passes
-    assert usage.completion_tokens == 24
+    assert text.tokens == truth and usage.target_passes <= 7
+    assert (usage.accepted_tokens, usage.completion_tokens) == (24 - usage.target_passes, 24)
 
 
 def costly(num_tokens: int) -> float:
@@ -238,40 +164,26 @@ def test_a_verify_item_does_not_change_what_a_session_verifies() -> None:
 
 def test_an_always_wrong_draft_is_soon_not_verified() -> None:
     """After a few rejections the engine verifies no pending draft."""
-    harness, truth = Harness(), plain(PROMPTS[2], SAMPLED, 80)
-    harness.engine.calibrate()
+    harness, truth = calibrated(), plain(PROMPTS[2], SAMPLED, 80)
     text = harness.draft_along(
         harness.submit(PROMPTS[2], 80), lambda base: [[(t + 1) % VOCAB for t in truth[base : base + 6]]]
     )
-    assert text.tokens == truth
-    assert [c.proposed for c in text.commits[20:]] == [0] * 60
+    assert text.tokens == truth and [c.proposed for c in text.commits[20:]] == [0] * 60
 
 
-def test_stop_ids_end_a_sequence_even_inside_accepted_drafts() -> None:
-    """Nothing after the stop token is committed, even if correct drafts follow."""
-    truth = plain(PROMPTS[3], SAMPLED, 30)
-    stop = truth[6]
-    expected = truth[: truth.index(stop) + 1]
-    harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
-    sequence_id, collector = harness.submit(PROMPTS[3], 30, stop_ids=frozenset({stop}))
-    harness.engine.step()
-    if len(expected) > 1:
-        harness.engine.draft(sequence_id, 1, [truth[1:12]])
-    harness.run()
-    assert collector.tokens == expected
-    assert collector.ended.reason == "stop"
-
-
-def test_the_context_ends_a_sequence() -> None:
-    """A sequence ends with reason "context" when model or cache is full."""
-    harness = Harness(max_positions=32)
-    truth = plain(PROMPTS[1], SAMPLED, 32 - len(PROMPTS[1]))
-    sequence_id, collector = harness.submit(PROMPTS[1], 1000)
+@pytest.mark.parametrize("reason", ["stop", "context"])
+def test_a_text_ends_inside_accepted_drafts_where_it_would_without_them(reason: str) -> None:
+    """At a stop token, or where the context is full: nothing after it is committed, even if correct drafts follow."""
+    harness = Harness(max_positions=32, config=EngineConfig(policy=Policy.VERIFY))
+    truth, stop_ids = plain(PROMPTS[1], SAMPLED, 32 - len(PROMPTS[1])), frozenset[int]()
+    expected = truth
+    if reason == "stop":
+        expected, stop_ids = truth[: truth.index(truth[6]) + 1], frozenset({truth[6]})
+    sequence_id, collector = harness.submit(PROMPTS[1], 1000, stop_ids=stop_ids)
     harness.engine.step()
     harness.engine.draft(sequence_id, 1, [truth[1:] + [0] * 10])
     harness.run()
-    assert collector.tokens == truth
-    assert collector.ended.reason == "context"
+    assert (collector.tokens, collector.ended.reason) == (expected, reason) and collector.commits[1].accepted > 2
 
 
 def test_cancelling_frees_a_sequence_in_every_state() -> None:
@@ -286,22 +198,4 @@ def test_cancelling_frees_a_sequence_in_every_state() -> None:
     for sequence_id in (decoding, prefilling, queued, queued):
         harness.engine.cancel(sequence_id)
     harness.run()
-    assert all(c.ended.reason == "cancelled" for c in (c1, c2, c3))
-    assert c4.tokens == plain(PROMPTS[2], SAMPLED, 5)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "code"),
-    [
-        ([], "empty_prompt"),
-        ([VOCAB], "token_out_of_range"),
-        ([-1], "token_out_of_range"),
-        ([1] * 512, "context_length_exceeded"),
-    ],
-)
-def test_bad_prompts_are_refused_before_they_reach_the_model(prompt: list[int], code: str) -> None:
-    """Each has its own code, and the engine continues."""
-    harness = Harness()
-    with refused(code):
-        harness.submit(prompt)
-    assert harness.finished(PROMPTS[0], 3).tokens == plain(PROMPTS[0], SAMPLED, 3)
+    assert [c.ended.reason for c in (c1, c2, c3)] == ["cancelled"] * 3 and c4.tokens == plain(PROMPTS[2], SAMPLED, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,21 +23,26 @@ from outrider.models.wire.tree_draft import ROOT, TreeDraft
 ALICE, BOB = b"alice", b"bob"
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_cached_prompts_are_the_owners_own(is_shared: bool) -> None:
+@pytest.mark.parametrize(
+    ("config", "of_alice", "of_bob"),
+    [
+        ({}, [0, 28], [0, 28]),
+        ({"share_between_owners": True}, [0, 28], [28, 28]),
+        ({"share_prefixes": False}, [0, 0], [0, 0]),
+    ],
+)
+def test_cached_prompts_are_the_owners_own(config: dict[str, Any], of_alice: list[int], of_bob: list[int]) -> None:
     """Neither usage nor a shorter prefill shows what another owner has sent, unless the operator shares caches."""
-    harness = Harness(config=EngineConfig(share_between_owners=is_shared), block_size=4)
-    prompt = list(range(30))
+    harness, prompt = Harness(config=EngineConfig(**config)), list(range(30))
 
     def cached(owner: bytes) -> int:
         harness.batches.clear()
         collector = harness.finished(prompt, 3, owner=owner)
-        assert collector.tokens == plain(prompt, SAMPLED, 3)
-        assert harness.batches[0] == [30 - collector.ended.usage.cached_prompt_tokens]
-        return collector.ended.usage.cached_prompt_tokens
+        num_cached = collector.ended.usage.cached_prompt_tokens
+        assert collector.tokens == plain(prompt, SAMPLED, 3) and harness.batches[0] == [30 - num_cached]
+        return num_cached
 
-    assert [cached(ALICE), cached(ALICE)] == [0, 28]
-    assert [cached(BOB), cached(BOB)] == [28 if is_shared else 0, 28]
+    assert [cached(owner) for owner in (ALICE, ALICE, BOB, BOB)] == of_alice + of_bob
 
 
 def test_a_parked_prefix_is_its_owners_and_its_name_cannot_be_computed() -> None:
@@ -74,50 +80,32 @@ def test_a_sequence_that_gave_way_does_not_count_its_own_blocks_as_cached() -> N
     harness = Harness(num_blocks=20)
     texts = [harness.submit(prompt_of(i, 30), 40)[1] for i in range(2)]
     harness.run()
-    assert harness.engine.stats().totals.preempted > 0
-    assert [c.end.usage.cached_prompt_tokens for c in texts if c.end] == [0, 0]
-    assert harness.engine.stats().totals.prefix_hit_tokens == 0
+    totals = harness.engine.stats().totals
+    assert totals.preempted > 0 and totals.prefix_hit_tokens == 0
+    assert [c.ended.usage.cached_prompt_tokens for c in texts] == [0, 0]
 
 
 # -- stateless verification, and prefixes that are kept ----------------------------------------------------------------
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
 
 
-def verify_all(harness: Harness, prompt: list[int], count: int, guess: Sequence[int]) -> list[int]:
-    """Stop-and-wait as an agent does it: four drafts per call, the prefix by its hash after the first."""
-    text: list[int] = []
-    name: str | None = None
-    while len(text) < count:
-        draft = list(guess[len(text) : len(text) + 4])
-        most = min(len(draft) + 1, count - len(text))
-        collector = harness.finished([] if name else [*prompt, *text], most, draft=draft, once=True, prefix_hash=name)
-        assert collector.ended.usage.target_passes == 1
-        assert name is None or harness.batches[-1] == [most], "one token and its drafts run"
-        text += collector.tokens
-        name = collector.ended.prefix_hash
-    return text
-
-
-@pytest.mark.parametrize("error_every", [1, 3, 1000])
-def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
-    """Stateless verification with parked prefixes equals the plain loop, whatever share of the drafts is correct."""
-    harness, prompt = Harness(), PROMPTS[4]
-    truth = plain(prompt, SAMPLED, 30)
-    guess = [t if i % error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
-    assert verify_all(harness, prompt, 30, guess) == truth
-
-
-@pytest.mark.parametrize("ends", ["length", "stop"])
+@pytest.mark.parametrize("ends", ["length", "stop", "verify"])
 def test_a_sequence_that_is_to_be_kept_is_parked_whole(ends: str) -> None:
-    """Prompt and text stand behind the hash: what goes on from it runs the new tokens only, and is the whole's text."""
+    """Prompt and text stand behind the hash, also a verify pass': what goes on from it runs the new tokens only, and is
+    the whole's text.
+    """
     harness, prompt, more = Harness(), PROMPTS[4], [7, 8, 9]
     truth = plain(prompt, SAMPLED, 9)
-    stop_ids = frozenset({truth[-1]}) if ends == "stop" else frozenset[int]()
-    first = harness.finished(prompt, 9 if ends == "length" else 50, stop_ids=stop_ids, keep=True)
-    assert first.ended.reason == ends and first.ended.prefix_hash is not None
+    ways: dict[str, dict[str, Any]] = {
+        "length": {"max_tokens": 9, "keep": True},
+        "stop": {"max_tokens": 50, "keep": True, "stop_ids": frozenset(truth[-1:])},
+        "verify": {"max_tokens": 9, "once": True, "draft": truth[:8]},
+    }
+    first = harness.finished(prompt, **ways[ends])
+    assert (first.tokens, first.ended.reason) == (truth, "stop" if ends == "stop" else "length")
     begun = len(harness.batches)
     second = harness.finished(more, 6, prefix_hash=first.ended.prefix_hash)
-    assert second.tokens == plain([*prompt, *first.tokens, *more], SAMPLED, 6)
+    assert second.tokens == plain([*prompt, *truth, *more], SAMPLED, 6)
     assert harness.batches[begun] == [1 + len(more)]  # the last token of the text was never run
 
 
@@ -127,8 +115,7 @@ def test_what_is_cut_or_was_not_asked_for_is_not_parked() -> None:
     sequence_id, cut = harness.submit(PROMPTS[4], 30, keep=True)
     harness.run_steps(3)
     harness.engine.cancel(sequence_id)
-    _, full = harness.submit(PROMPTS[4], 500, keep=True)
-    silent = harness.finished(PROMPTS[4], 5)
+    full, silent = harness.finished(PROMPTS[4], 500, keep=True), harness.finished(PROMPTS[4], 5)
     ends = [(each.ended.reason, each.ended.prefix_hash) for each in (cut, full, silent)]
     assert ends == [("cancelled", None), ("context", None), ("length", None)] and harness.engine.stats().parked == 0
 
@@ -137,35 +124,29 @@ def test_what_is_cut_or_was_not_asked_for_is_not_parked() -> None:
 def test_a_parked_prefix_is_kept_for_a_bounded_time(once: bool) -> None:
     """Then it is not held, and its blocks are free at the next step; a refused request does not renew it."""
     harness = Harness(config=EngineConfig(max_parked_s=60.0))
-    first = harness.finished(PROMPTS[2], 5, once=once, keep=not once)
-    assert first.ended.prefix_hash is not None
-    harness.clock.now += 40.0
-    with pytest.raises(RequestError, match="token id"):
-        harness.submit([VOCAB + 1], prefix_hash=first.ended.prefix_hash)
-    harness.engine.step()
-    assert harness.engine.stats().parked == 1
-    harness.clock.now += 20.0
-    with pytest.raises(RequestError, match="not held"):
-        harness.submit([1], prefix_hash=first.ended.prefix_hash)
-    harness.engine.step()
-    stats = harness.engine.stats()
-    assert (stats.parked, stats.parked_blocks, stats.free_blocks) == (0, 0, stats.num_blocks)
+    name = harness.finished(PROMPTS[2], 5, once=once, keep=not once).ended.prefix_hash
+    for passed_s, token, refusal, num_parked in ((40.0, -1, "token id", 1), (20.0, 1, "not held", 0)):
+        harness.clock.now += passed_s
+        with pytest.raises(RequestError, match=refusal):
+            harness.submit([token], prefix_hash=name)
+        harness.engine.step()
+        stats = harness.engine.stats()
+        assert stats.parked == num_parked
+    assert (stats.parked_blocks, stats.free_blocks) == (0, stats.num_blocks)
 
 
 def test_sessions_share_the_limit_of_parked_prefixes() -> None:
     """An owner's oldest gives way, whether a verify call or a session left it; nobody else's hash is taken."""
     harness = Harness(config=EngineConfig(max_parked=3))
-    names = []
-    for start in range(6):
-        collector = harness.finished([start] * 9, 1, once=start % 2 == 0, keep=start % 2 == 1, owner=b"a")
-        assert collector.ended.prefix_hash is not None
-        names.append(collector.ended.prefix_hash)
+    names = [
+        harness.finished([n] * 9, 1, once=n % 2 == 0, keep=n % 2 == 1, owner=ALICE).ended.prefix_hash for n in range(6)
+    ]
     assert harness.engine.stats().parked == 3
-    for owner, name in ((b"b", names[-1]), (b"a", names[0])):
+    for owner, name in ((BOB, names[-1]), (ALICE, names[0])):
         with pytest.raises(RequestError, match="not held"):
             harness.submit([1], prefix_hash=name, owner=owner)
     for name in names[3:]:
-        harness.submit([1], 1, prefix_hash=name, owner=b"a")
+        harness.submit([1], 1, prefix_hash=name, owner=ALICE)
     harness.run()
     assert harness.engine.stats().parked == 0
 
@@ -183,14 +164,6 @@ def test_parked_prefixes_are_evicted_for_running_sequences() -> None:
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
-class Tail(Collector):
-    """A sink for what comes after a rewind; `tokens` has the whole text."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-
 @pytest.mark.parametrize("base", range(0, 14))
 @pytest.mark.parametrize("looks_up", [False, True])
 def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up: bool) -> None:
@@ -202,7 +175,7 @@ def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up
     harness.engine.draft(number, len(before.tokens), [[1, 2, 3]])
     other = [(before.tokens[base] + 1) % VOCAB, 7]
     text = [*before.tokens[:base], *other]
-    after = Tail(text[:])
+    after = Collector(text)
     assert harness.engine.rewind(number, base, other, after)
     # The old text, whose blocks are shared: the rewind must not have changed them.
     _, twin = harness.submit([*PROMPT, *before.tokens[:13]], 8)
@@ -220,7 +193,7 @@ def test_drafts_that_are_sent_behind_a_rewind_are_of_the_text_after_it() -> None
     """Also where both come while a device runs a step: such drafts are merged then, others not before the rewind."""
     text = [*plain(PROMPT, SAMPLED, 5), 7, 7]
     truth = [*text, *plain([*PROMPT, *text], SAMPLED, 33)]
-    after = Tail(text[:])
+    after = Collector(text)
 
     def while_it_runs(batch: Sequence[SequenceSlice]) -> None:
         if len(before.tokens) == 13:
@@ -236,8 +209,8 @@ def test_drafts_that_are_sent_behind_a_rewind_are_of_the_text_after_it() -> None
 
 def test_a_sequence_that_has_ended_is_not_rewound() -> None:
     """False where it is over; where it ends before its turn comes, the new sink gets an end."""
-    assert not EngineThread(FakeBatchRuntime(vocab_size=64)).rewind(1, 0, [1], Tail([]))
-    harness, late = Harness(), Tail([])
+    assert not EngineThread(FakeBatchRuntime(vocab_size=64)).rewind(1, 0, [1], Collector())
+    harness, late = Harness(), Collector()
     number, first = harness.submit(PROMPT, 4)
     harness.engine.cancel(number)
     assert harness.engine.rewind(number, 0, [1], late)
@@ -247,17 +220,17 @@ def test_a_sequence_that_has_ended_is_not_rewound() -> None:
 
 def test_a_reset_tells_whoever_has_asked_for_a_rewind() -> None:
     """The newest sink hears of the end, whether the rewind has had its turn or not: a cascade goes on from there."""
-    harness, done, newest = Harness(), Tail([1]), Tail([])
+    harness, done, newest = Harness(), Collector([1]), Collector()
     (number, first), (other, _) = harness.submit(PROMPT, 40), harness.submit([*PROMPT, 2], 40)
     harness.step()
     assert harness.engine.rewind(other, 0, [1], done)
     harness.step()
-    for sink in (Tail([]), newest):
+    for sink in (Collector(), newest):
         assert harness.engine.rewind(number, 0, [1], sink)
     harness.engine.reset(ValueError("a bug"))
     assert newest.code == done.code == "internal_error" and first.end is None
     harness.step()
-    assert not harness.engine.rewind(number, 0, [1], Tail([])) and not harness.engine.has_work
+    assert not harness.engine.rewind(number, 0, [1], Collector()) and not harness.engine.has_work
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -292,8 +265,7 @@ def test_pool_never_hands_out_a_block_twice_and_loses_none(data: st.DataObject) 
         assert pool.num_blocks - pool.num_available == len(set(itertools.chain(*held)))
     for blocks in held:
         pool.release(blocks)
-    assert pool.num_available == 12
-    assert pool.allocate(12) is not None
+    assert pool.num_available == 12 and pool.allocate(12) is not None
 
 
 def test_pool_evicts_the_least_recently_used_content() -> None:
@@ -301,11 +273,8 @@ def test_pool_evicts_the_least_recently_used_content() -> None:
     pool = BlockPool(2, 4)
     names = [chain_hash(b"", [i]) for i in range(2)]
     for name in names:
-        blocks = pool.allocate(1)
-        assert blocks
-        pool.register(blocks[0], name)
-        pool.release(blocks)
+        [block] = pool.allocate(1) or []
+        pool.register(block, name)
+        pool.release([block])
     pool.release(pool.match([names[0]]))  # now names[1] is the older one
-    assert pool.allocate(1) is not None
-    assert pool.match([names[1]]) == []
-    assert len(pool.match([names[0]])) == 1
+    assert pool.allocate(1) is not None and pool.match([names[1]]) == [] and len(pool.match([names[0]])) == 1

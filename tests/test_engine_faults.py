@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,26 +33,18 @@ def test_a_sequence_that_makes_forward_raise_is_left_out_of_its_batch() -> None:
     goods = [harness.submit(prompt, 12, stop_ids=frozenset({BAD}))[1] for prompt in PROMPTS[:7]]
     _, bad = harness.submit([5, 6, BAD], 12)
     harness.engine.step()
-    assert bad.code == "model_fault" and bad.tokens == [] and "cannot run this token" in str(bad.ended.error)
+    assert (bad.code, bad.tokens) == ("model_fault", []) and "cannot run this token" in str(bad.ended.error)
     # 8, then halves of 8, of 4 and of 2, then the probe is not needed: others committed.
     assert [len(batch) for batch in harness.batches] == [8, 4, 4, 2, 2, 1, 1]
     harness.run()
-    for collector, prompt in zip(goods, PROMPTS[:7], strict=True):
-        assert collector.tokens == plain(prompt, SAMPLED, 12, stop_ids=frozenset({BAD}))
-    assert harness.engine.health.fault is None
+    truths = [plain(prompt, SAMPLED, 12, stop_ids=frozenset({BAD})) for prompt in PROMPTS[:7]]
+    assert [collector.tokens for collector in goods] == truths and harness.engine.health.fault is None
 
 
 def test_a_batch_that_fails_once_loses_nothing() -> None:
     """A passing fault costs a run again without drafts; every text is exact, drafts go on later."""
-    failures = [3, 5, 9]  # the fifth call runs a half of the step that failed in the third
-    num_calls = 0
-
-    def on_step(batch: Sequence[SequenceSlice]) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls in failures:
-            raise MemoryError
-
+    # The fifth call runs a half of the step that failed in the third.
+    on_step = Mock(side_effect=[MemoryError if number in (3, 5, 9) else None for number in range(1, 500)])
     harness = Harness(on_step=on_step, config=EngineConfig(policy=Policy.VERIFY))
     truths = [plain(prompt, SAMPLED, 30) for prompt in PROMPTS[:3]]
     sequences = [harness.submit(prompt, 30) for prompt in PROMPTS[:3]]
@@ -58,16 +52,14 @@ def test_a_batch_that_fails_once_loses_nothing() -> None:
         harness.draft_all(sequences, truths, 4)
         harness.step()
     assert [collector.tokens for _, collector in sequences] == truths
-    assert all(c.ended.usage.accepted_tokens > 5 for _, c in sequences)
-    assert harness.engine.stats().totals.faults == 2
+    assert all(c.ended.usage.accepted_tokens > 5 for _, c in sequences) and harness.engine.stats().totals.faults == 2
 
 
 def test_a_draft_that_makes_forward_raise_costs_only_itself() -> None:
     """Without the draft the same step succeeds, also for a sequence that runs alone."""
     harness = Harness(on_step=raises_on_bad, config=EngineConfig(policy=Policy.VERIFY))
-    stops = frozenset({BAD})
-    truth = plain(PROMPTS[1], SAMPLED, 10, stop_ids=stops)
-    sequence_id, collector = harness.submit(PROMPTS[1], 10, stop_ids=stops)
+    truth = plain(PROMPTS[1], SAMPLED, 10, stop_ids=frozenset({BAD}))
+    sequence_id, collector = harness.submit(PROMPTS[1], 10, stop_ids=frozenset({BAD}))
     harness.engine.step()
     harness.engine.draft(sequence_id, 1, [[truth[1], BAD]])
     harness.run()
@@ -76,15 +68,12 @@ def test_a_draft_that_makes_forward_raise_costs_only_itself() -> None:
 
 def test_when_every_sequence_fails_alone_all_get_a_model_fault() -> None:
     """The runtime's fault: one error each, one log entry, all blocks back."""
-
-    def on_step(batch: Sequence[SequenceSlice]) -> None:
-        raise SystemExit("the device is gone")
-
-    harness = Harness(on_step=on_step)
+    harness = Harness(on_step=Mock(side_effect=SystemExit("the device is gone")))
     collectors = [harness.submit(prompt, 5)[1] for prompt in PROMPTS]
     harness.work_off()
-    assert [collector.code for collector in collectors] == ["model_fault"] * 8
-    assert harness.engine.stats().totals.faults == 1
+    assert [collector.code for collector in collectors] == [
+        "model_fault"
+    ] * 8 and harness.engine.stats().totals.faults == 1
 
 
 # -- prefixes that nobody has seen to be finite -------------------------------------------------------------------
@@ -133,10 +122,8 @@ def test_a_passing_nan_in_a_prompt_ends_one_request() -> None:
     runtime.poison_next = True
     _, first = harness.submit(LONG, 6)
     harness.run_steps(3)
-    second = harness.finished(LONG, 6)
-    assert first.code == "model_fault"
-    third = harness.finished(LONG, 6)
-    assert second.tokens == third.tokens == plain(LONG, SAMPLED, 6)
+    second, third = (harness.finished(LONG, 6) for _ in range(2))
+    assert first.code == "model_fault" and second.tokens == third.tokens == plain(LONG, SAMPLED, 6)
     assert third.ended.usage.cached_prompt_tokens == 36
 
 
@@ -190,18 +177,13 @@ def test_a_held_prefix_never_enters_the_pool_of_after_a_reset(monkeypatch: pytes
 
 
 def test_calibration_times_the_picks_of_a_runtime_that_picks() -> None:
-    """What will be run is what is measured: 40 ms for the logits and 5 ms for the picks."""
+    """What will be run is what is measured."""
     clock = Clock()
 
     class Picking(PickingRuntime):
-        def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-            clock.now += 0.040
-            return super().forward(batch)
-
         def forward_picks(self, batch: Sequence[SequenceSlice], ask: Ask, beside: Beside) -> list[PickedRow]:
-            found = super().forward_picks(batch, ask, beside)
-            clock.now += 0.005
-            return found
+            clock.now += 0.045
+            return super().forward_picks(batch, ask, beside)
 
     engine = Engine(Picking(vocab_size=VOCAB), clock=clock)
     engine.calibrate(max_tokens=4)
@@ -219,8 +201,7 @@ class Chaos(FakeBatchRuntime):
 
     def __init__(self, seed: int) -> None:
         super().__init__(vocab_size=VOCAB, num_blocks=48, block_size=4, max_positions=160)
-        self._rng = random.Random(seed)
-        self.is_calm = False
+        self._rng, self.is_calm = random.Random(seed), False
         self.violations: list[AssertionError] = []
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
@@ -253,10 +234,8 @@ class Client:
     """One thread's requests, each followed to its end and checked. truths: one per prompt of CHAOTIC."""
 
     def __init__(self, thread: EngineThread, truths: Sequence[list[int]], seed: int, failures: list[object]) -> None:
-        self._thread = thread
-        self._truths = truths
-        self._rng = random.Random(seed)
-        self._failures = failures
+        self._thread, self._rng, self._failures = thread, random.Random(seed), failures
+        self._texts = [*zip(CHAOTIC, truths, strict=True)]
         self.num_well = 0
 
     def run(self) -> None:
@@ -277,9 +256,7 @@ class Client:
         return collector.ended
 
     def _generate(self) -> None:
-        index = self._rng.randrange(len(CHAOTIC))
-        prompt, truth = CHAOTIC[index], self._truths[index]
-        way = self._rng.random()
+        (prompt, truth), way = self._rng.choice(self._texts), self._rng.random()
 
         def act(sequence_id: int) -> None:
             if way < 0.2:
@@ -295,15 +272,11 @@ class Client:
         self._follow(flat_request(tuple(prompt), SAMPLED, 20), truth, act)
 
     def _verify(self) -> None:
-        index = self._rng.randrange(len(CHAOTIC))
-        prompt, truth = CHAOTIC[index], self._truths[index]
+        prompt, truth = self._rng.choice(self._texts)
         name, done = None, 0
         while done < 16:
-            sent = () if name else (*prompt, *truth[:done])
-            request = flat_request(
-                tuple(sent), SAMPLED, 4, draft=tuple(truth[done : done + 3]), once=True, prefix_hash=name
-            )
-            collector = Collector()
+            sent, collector = () if name else (*prompt, *truth[:done]), Collector()
+            request = flat_request(sent, SAMPLED, 4, draft=tuple(truth[done : done + 3]), once=True, prefix_hash=name)
             try:
                 self._thread.submit(request, collector)
             except RequestError as error:
@@ -327,14 +300,10 @@ def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(kind: 
     thread.start()
     failures: list[object] = []
     clients = [Client(thread, truths, 100 * seed + i, failures) for i in range(6)]
-    threads = [threading.Thread(target=client.run) for client in clients]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(Client.run, clients))
     assert failures == [] and runtime.violations == []
-    assert sum(client.num_well for client in clients) > 5
-    assert thread.stats().totals.faults > 5
+    assert sum(client.num_well for client in clients) > 5 and thread.stats().totals.faults > 5
     runtime.is_calm = True
     calm = submitted(thread, PROMPTS[2], 20)
     calm.wait()

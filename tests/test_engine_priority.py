@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine_harness import SAMPLED, VOCAB, Harness, plain, prompt_of
+from tests.engine_harness import SAMPLED, Collector, Harness, plain, prompt_of
 
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.request_checks import Turnover
@@ -19,9 +19,9 @@ ALICE, BOB, CAROL = b"alice", b"bob", b"carol"
 def test_places_go_to_higher_priorities_first(owner: bytes) -> None:
     """Two texts of a higher priority beside eight for two places: they run in seven steps of eight, of any owner."""
     harness = Harness(config=EngineConfig(max_running=2), num_blocks=4096)
-    low = [harness.submit(prompt_of(i), 100, owner=ALICE)[1] for i in range(8)]
+    low = harness.texts(range(8), 100, owner=ALICE)
     harness.run_steps(10)
-    high = [harness.submit(prompt_of(90 + i), 100, owner=owner, priority=1)[1] for i in range(2)]
+    high = harness.texts(range(90, 92), 100, owner=owner, priority=1)
     before = sum(len(c.tokens) for c in low)
     harness.run_steps(80)
     assert min(len(c.tokens) for c in high) >= 66
@@ -29,17 +29,14 @@ def test_places_go_to_higher_priorities_first(owner: bytes) -> None:
     gained = sum(len(c.tokens) for c in low) - before
     assert (18 if owner == ALICE else 9) <= gained <= (22 if owner == ALICE else 11)
     harness.run()
-    assert [c.tokens for c in low] == [plain(prompt_of(i), SAMPLED, 100) for i in range(8)]
-    assert [c.tokens for c in high] == [plain(prompt_of(90 + i), SAMPLED, 100) for i in range(2)]
+    assert [c.tokens for c in low + high] == [plain(prompt_of(i), SAMPLED, 100) for i in (*range(8), 90, 91)]
 
 
 def test_owners_share_evenly_among_equals() -> None:
     """Beneath two texts of a higher priority, an owner with twelve texts gets no more than one with two."""
     harness = Harness(config=EngineConfig(max_running=6), num_blocks=4096)
-    for i in range(2):
-        harness.submit(prompt_of(i), 400, owner=CAROL, priority=5)
-    many = [harness.submit(prompt_of(10 + i), 400, owner=ALICE)[1] for i in range(12)]
-    few = [harness.submit(prompt_of(40 + i), 400, owner=BOB)[1] for i in range(2)]
+    harness.texts(range(2), 400, owner=CAROL, priority=5)
+    many, few = harness.texts(range(10, 22), 400, owner=ALICE), harness.texts(range(40, 42), 400, owner=BOB)
     harness.run_steps(150)
     of_many, of_few = (sum(len(c.tokens) for c in texts) for texts in (many, few))
     assert 0.8 <= of_many / of_few <= 1.3
@@ -48,16 +45,16 @@ def test_owners_share_evenly_among_equals() -> None:
 def test_blocks_go_to_higher_priorities_first() -> None:
     """A cache full of long texts, and a queue: what comes last with a higher priority is admitted before the queue."""
     harness = Harness(config=EngineConfig(max_running=4), num_blocks=32)
-    texts = [harness.submit(prompt_of(i), 60, owner=ALICE) for i in range(12)]
+    texts = harness.texts(range(12), 60, owner=ALICE)
     harness.run_steps(40)
-    _, patient = harness.submit(prompt_of(98), 20, owner=CAROL, priority=-3)
-    _, urgent = harness.submit(prompt_of(99), 20, owner=BOB, priority=3)
+    (patient,) = harness.texts([98], 20, owner=CAROL, priority=-3)
+    (urgent,) = harness.texts([99], 20, owner=BOB, priority=3)
     for _ in range(400):
         if urgent.end is None:
             harness.step()
     assert urgent.end is not None and patient.end is None
     harness.run()
-    assert [c.tokens for _, c in texts] == [plain(prompt_of(i), SAMPLED, 60) for i in range(12)]
+    assert [c.tokens for c in texts] == [plain(prompt_of(i), SAMPLED, 60) for i in range(12)]
     assert patient.tokens == plain(prompt_of(98), SAMPLED, 20)
 
 
@@ -65,38 +62,13 @@ def test_a_flood_of_a_high_priority_does_not_starve_a_low_one() -> None:
     """One place, and always two texts of the highest priority, in the low one's own queue: it still gets its turns."""
     harness = Harness(config=EngineConfig(max_running=1), num_blocks=8)
     _, low = harness.submit(prompt_of(0), 10, owner=ALICE, priority=-100)
-    flood = [harness.submit(prompt_of(1 + i), 4, owner=ALICE, priority=100)[1] for i in range(2)]
+    flood = list[Collector]()
     for _ in range(2000):
-        if low.end is not None:
-            break
-        while sum(c.end is None for c in flood[-8:]) < 2:
-            flood.append(harness.submit(prompt_of(1 + len(flood)), 4, owner=ALICE, priority=100)[1])
-        harness.step()
+        if low.end is None:
+            while sum(c.end is None for c in flood[-8:]) < 2:
+                flood += harness.texts([1 + len(flood)], 4, owner=ALICE, priority=100)
+            harness.step()
     assert low.tokens == plain(prompt_of(0), SAMPLED, 10)
-
-
-def test_a_full_queue_changes_no_text() -> None:
-    """Overload, mixed priorities, drafts of all kinds, a cache that holds a third: every text is the target's own."""
-    harness = Harness(config=EngineConfig(max_running=4, max_queue=64, step_tokens=24), num_blocks=48)
-    texts = []
-    for i in range(32):
-        number, collector = harness.submit(
-            prompt_of(i), 24, owner=(ALICE, BOB, CAROL)[i % 3], priority=i % 5 - 2, patience_ms=5.0
-        )
-        texts.append((number, collector, plain(prompt_of(i), SAMPLED, 24)))
-    for step in range(4000):
-        if all(c.end is not None for _, c, _ in texts):
-            break
-        for number, collector, text in texts[step % 7 :: 7]:
-            if collector.end is None:
-                base = len(collector.tokens)
-                guess = text[base : base + 4]
-                if step % 2 and guess:
-                    guess[-1] = (guess[-1] + 1) % VOCAB  # a wrong one
-                if guess:
-                    harness.engine.draft(number, base, [guess])
-        harness.step()
-    assert [c.tokens for _, c, _ in texts] == [text for _, _, text in texts]
 
 
 def test_under_overload_fewer_drafts_are_verified() -> None:
@@ -106,11 +78,11 @@ def test_under_overload_fewer_drafts_are_verified() -> None:
         harness = Harness(config=EngineConfig(max_running=16, step_tokens=24), num_blocks=512)
         texts = [plain(prompt_of(i), SAMPLED, 48) for i in range(num_texts)]
         running = [harness.submit(prompt_of(i), 48, patience_ms=0.0) for i in range(num_texts)]
-        while any(c.end is None for _, c in running):
+        while harness.engine.has_work:
             harness.draft_all(running, texts, 8)
             harness.step()
-        assert [c.tokens for _, c in running] == texts
         totals = harness.engine.stats().totals
+        assert [c.tokens for _, c in running] == texts
         return totals.proposed / totals.passes
 
     assert proposed_per_pass(16) < 0.5 * proposed_per_pass(1)
@@ -122,17 +94,17 @@ def test_under_overload_fewer_drafts_are_verified() -> None:
 def test_queued_work_past_its_deadline_costs_no_pass() -> None:
     """It ends with `deadline_exceeded` before a step runs its tokens; what runs ends with the text that it has."""
     harness = Harness(config=EngineConfig(max_running=1), num_blocks=8)
-    _, running = harness.submit(prompt_of(0), 20)
-    cut = harness.finished(prompt_of(1), 20, owner=BOB, deadline_ms=5_000.0)
-    assert running.tokens == plain(prompt_of(0), SAMPLED, 20) and cut.tokens == plain(prompt_of(1), SAMPLED, 20)
-    _, running = harness.submit(prompt_of(2), 20)
+    texts = harness.texts([0], 20) + harness.texts([1], 20, owner=BOB, deadline_ms=5_000.0)
+    harness.run()
+    assert [c.tokens for c in texts] == [plain(prompt_of(i), SAMPLED, 20) for i in range(2)]
+    harness.texts([2], 20)
     harness.step()
     num_tokens = sum(map(sum, harness.batches))
-    _, late = harness.submit(prompt_of(3), 20, owner=BOB, deadline_ms=30.0)
+    (late,) = harness.texts([3], 20, owner=BOB, deadline_ms=30.0)
     harness.clock.now += 0.031
     harness.run()
-    assert (late.ended.reason, late.code) == ("error", "deadline_exceeded")
-    assert late.ended.error is not None and late.ended.error.status == 504
+    assert late.ended.reason == "error" and late.ended.error is not None
+    assert (late.ended.error.code, late.ended.error.status) == ("deadline_exceeded", 504)
     assert sum(map(sum, harness.batches)) - num_tokens == 19  # those of the other
     cut = harness.finished(prompt_of(4), 200, deadline_ms=500.0)
     assert cut.ended.reason == "deadline" and 5 < len(cut.tokens) < 20
@@ -147,8 +119,7 @@ def test_a_deadline_ends_a_wait_for_drafts() -> None:
     _, cut = harness.submit(prompt_of(1), 50, patience_ms=10_000.0, lag_ms=5.0, deadline_ms=400.0)
     began = harness.clock.now
     harness.run()
-    assert cut.ended.reason == "deadline"
-    assert 0.4 <= harness.clock.now - began < 0.5
+    assert cut.ended.reason == "deadline" and 0.4 <= harness.clock.now - began < 0.5
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------
@@ -160,13 +131,11 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert turnover.retry_after_s(3, 0.0) == 1
     for second in range(0, 40, 4):
         turnover.note(float(second))
-    assert turnover.retry_after_s(3, 40.0) == 12
-    assert turnover.retry_after_s(100, 40.0) == 60
+    assert [turnover.retry_after_s(num_waiting, 40.0) for num_waiting in (3, 100)] == [12, 60]
     harness = Harness(config=EngineConfig(max_running=1, max_queue=2), num_blocks=64, step_s=lambda _: 1.0)
     for i in range(3):
         harness.finished(prompt_of(i), 5)
-    for i in range(3):
-        harness.submit(prompt_of(i), 5)
+    harness.texts(range(3), 5)
     with pytest.raises(RequestError, match="queued already") as error:
         harness.submit(prompt_of(9), 5)
     assert error.value.retry_after_s is not None and 2 <= error.value.retry_after_s <= 8

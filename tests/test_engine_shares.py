@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.engine_harness import SAMPLED, Collector, Harness, calibrated, plain, prompt_of
 
@@ -29,34 +31,35 @@ class Flood:
         self._open = [each for each in self._open if each.end is None]
         while len(self._open) < self._at_once:
             self._num += 1
-            prompt = prompt_of(1000 + self._num, self._length)
-            if self._has_items:
-                one = self._harness.submit(prompt, 99, once=True, draft=[5] * 64, owner=self._owner)
-            else:
-                one = self._harness.submit(prompt, 1, owner=self._owner)
-            self._open.append(one[1])
+            count, item = (99, {"once": True, "draft": [5] * 64}) if self._has_items else (1, {})
+            self._open += self._harness.texts([1000 + self._num], count, self._length, owner=self._owner, **item)
+
+
+def step_s(num_tokens: int) -> float:
+    """Seconds of a step."""
+    return 0.006 + 0.0005 * num_tokens
+
+
+def texts_of(harness: Harness, count: int, max_tokens: int, **values: Any) -> list[Collector]:
+    """Texts of so many owners, which no step waits for."""
+    return [harness.texts([i], max_tokens, owner=b"text %d" % i, patience_ms=0.0, **values)[0] for i in range(count)]
 
 
 def flooded(
     num_texts: int, num_steps: int, at_once: int = 4, length: int = 400, *, priority: int = 0, has_items: bool = False
 ) -> tuple[list[float], list[list[int]], int]:
     """Seconds of each step, its tokens by sequence, and prompts done, beside texts of so many other owners."""
-    clock_s = lambda num_tokens: 0.006 + 0.0005 * num_tokens  # noqa: E731
-    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=clock_s)
-    texts = [
-        harness.submit(prompt_of(i), 1500, owner=b"text %d" % i, patience_ms=0.0, priority=priority)[1]
-        for i in range(num_texts)
-    ]
+    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=step_s)
+    texts = texts_of(harness, num_texts, 1500, priority=priority)
     harness.run_steps(2)
     assert all(text.tokens for text in texts)
-    flood, steps_s = Flood(harness, ALICE, at_once, length, has_items=has_items), list[float]()
+    flood, times_s = Flood(harness, ALICE, at_once, length, has_items=has_items), [harness.clock.now]
     first = len(harness.batches)
     for _ in range(num_steps):
-        began = harness.clock.now
         harness.step()
-        steps_s.append(harness.clock.now - began)
+        times_s.append(harness.clock.now)
         flood.refill()
-    return steps_s, harness.batches[first:], flood.num_done
+    return np.diff(times_s).tolist(), harness.batches[first:], flood.num_done
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_another_owners_prompts_and_verify_items_take_their_share_of_time(
     An item's draft is verified in one pass: beside others' texts a step has one, and no prompt; its owner pays for it.
     """
     steps_s, batches, num_done = flooded(num_texts, 600, at_once, length, has_items=has_items)
-    decode_s = 0.006 + 0.0005 * num_texts
+    decode_s = step_s(num_texts)
     assert max(steps_s) <= decode_s + (65 * 0.0005 if has_items else decode_s) + 1e-9
     assert all(batch.count(1) >= num_texts for batch in batches), "a text sat out a step"
     share = sum(each - decode_s for each in steps_s) / sum(steps_s)
@@ -89,26 +92,23 @@ def test_another_owners_prompts_and_verify_items_take_their_share_of_time(
 
 def test_the_debts_of_owners_that_left_are_few() -> None:
     """A client with a new address for each item leaves one behind each time: they are paid off beside the texts."""
-    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
-    for index in range(3):
-        harness.submit(prompt_of(index), 1500, owner=b"text %d" % index, patience_ms=0.0)
-    items, most = list[Collector](), 0
+    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=step_s)
+    texts_of(harness, 3, 1500)
+    items, most, owners = list[Collector](), 0, harness.engine._scheduler.owners
     for step in range(200):
-        items.append(harness.submit(prompt_of(9 + step, 2), 99, once=True, draft=[5] * 64, owner=b"%d" % step)[1])
+        items += harness.texts([9 + step], 99, 2, once=True, draft=[5] * 64, owner=b"%d" % step)
         harness.step()
-        most = max(most, len(harness.engine._scheduler.owners._owed))
-    assert sum(item.end is not None for item in items) >= 100
-    assert 5 <= most <= 100
+        most = max(most, len(owners._owed))
+    assert sum(item.end is not None for item in items) >= 100 and 5 <= most <= 100
     for _ in range(500):
-        if not harness.engine._scheduler.owners._owed:
-            break
-        harness.step()
-    assert not harness.engine._scheduler.owners._owed
+        if owners._owed:
+            harness.step()
+    assert not owners._owed
 
 
 def test_two_owners_verify_items_leave_a_third_its_prompt() -> None:
     """Where every decoding sequence is an item that delays the others, prompts go on beside them."""
-    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
+    harness = calibrated(num_blocks=8192, max_positions=2048, step_s=step_s)
     floods = [Flood(harness, owner, 32, 2, has_items=True) for owner in (ALICE, BOB)]
     harness.run_steps(2)
     _, third = harness.submit(prompt_of(7, 400), 3, owner=b"third")
@@ -122,9 +122,7 @@ def test_two_owners_verify_items_leave_a_third_its_prompt() -> None:
 @pytest.mark.parametrize("policy", list(Policy))
 def test_another_owners_sure_drafts_add_no_more_time_than_a_step(policy: Policy) -> None:
     """Sixteen texts with right drafts beside one without: its steps last two decode steps at most, but for capacity."""
-    harness = calibrated(
-        config=EngineConfig(policy=policy), num_blocks=4096, max_positions=512, step_s=lambda n: 0.006 + 0.0005 * n
-    )
+    harness = calibrated(config=EngineConfig(policy=policy), num_blocks=4096, step_s=step_s)
     _, text = harness.submit(prompt_of(99), 300, owner=BOB, patience_ms=0.0)
     truths = [plain(prompt_of(i), SAMPLED, 200) for i in range(16)]
     sessions = [harness.submit(prompt_of(i), 200, owner=ALICE, patience_ms=0.0) for i in range(16)]
@@ -138,9 +136,8 @@ def test_another_owners_sure_drafts_add_no_more_time_than_a_step(policy: Policy)
         assert len(text.tokens) == num_before + 1
     assert most > 17
     # The curve is measured in buckets of sizes.
-    assert (longest_s <= 2.1 * (0.006 + 0.0005 * 17)) is (policy is not Policy.VERIFY)
-    for (_, session), truth in zip(sessions, truths, strict=True):
-        assert session.tokens == truth[: len(session.tokens)]
+    assert (longest_s <= 2.1 * step_s(17)) is (policy is not Policy.VERIFY)
+    assert [c.tokens for _, c in sessions] == [t[: len(c.tokens)] for (_, c), t in zip(sessions, truths, strict=True)]
 
 
 def test_prompts_delay_nobody_without_another_owners_text() -> None:
@@ -148,8 +145,7 @@ def test_prompts_delay_nobody_without_another_owners_text() -> None:
     _, alone, _ = flooded(0, 8)
     assert min(map(sum, alone)) == EngineConfig().token_budget
     _, beside, _ = flooded(2, 80, priority=-1)
-    full = [sum(batch) for batch in beside if sum(batch) >= EngineConfig().token_budget]
-    assert len(full) >= 60
+    assert sum(sum(batch) >= EngineConfig().token_budget for batch in beside) >= 60
 
 
 def test_prompts_run_while_a_text_waits_for_its_device() -> None:
@@ -164,38 +160,52 @@ def test_prompts_run_while_a_text_waits_for_its_device() -> None:
     assert max(map(sum, harness.batches[first:])) <= 45  # of 1 ms each, beside a step of 41 ms
 
 
+class Devices:
+    """Those of some texts: each answers every commit after `lag_s`, with so many right tokens and a wrong one."""
+
+    def __init__(
+        self,
+        harness: Harness,
+        texts: list[tuple[int, Collector]],
+        truths: list[list[int]],
+        lag_s: float,
+        num_right: int,
+    ) -> None:
+        self._harness, self._texts, self._truths = harness, texts, truths
+        self._lag_s, self._num_right = lag_s, num_right
+        self._answered = [0] * len(texts)
+        self._due: deque[tuple[float, int, int]] = deque()  # when a draft arrives, whose, and its base
+
+    def step(self) -> None:
+        """One step of the engine; where it waits, time goes on to the next draft."""
+        clock = self._harness.clock
+        for index, (_, text) in enumerate(self._texts):
+            if len(text.tokens) > self._answered[index]:
+                self._answered[index] = len(text.tokens)
+                self._due.append((clock.now + self._lag_s, index, len(text.tokens)))
+        while self._due and self._due[0][0] <= clock.now:
+            _, index, base = self._due.popleft()
+            number, text = self._texts[index]
+            if text.end is None:
+                self._harness.engine.draft(number, base, [[*self._truths[index][base : base + self._num_right], 0]])
+        due_s = self._due[0][0] if self._due else float("inf")
+        delay = self._harness.engine.step() or 0.0
+        clock.now = min(clock.now + delay, max(due_s, clock.now))
+
+
 def test_a_prompt_owes_nothing_for_steps_that_nobody_shares() -> None:
     """Eight texts wait for their devices most of the time: after a long prompt its owner's next one is as quick."""
-
-    def step_s(num_tokens: int) -> float:
-        return 0.006 + 0.0005 * num_tokens
-
     harness = calibrated(config=EngineConfig(policy=Policy.VERIFY), num_blocks=8192, max_positions=4096, step_s=step_s)
     truths = [plain(prompt_of(index), SAMPLED, 1300) for index in range(8)]
     texts = [harness.submit(prompt_of(index), 1200, lag_ms=60.0, owner=b"text %d" % index) for index in range(8)]
-    answered = [0] * 8
-    due: deque[tuple[float, int, int]] = deque()  # when a device's draft arrives, whose, and its base
-
-    def step() -> None:
-        for index, (_, text) in enumerate(texts):
-            if len(text.tokens) > answered[index]:
-                answered[index] = len(text.tokens)
-                due.append((harness.clock.now + 0.060, index, answered[index]))
-        while due and due[0][0] <= harness.clock.now:
-            _, index, base = due.popleft()
-            harness.engine.draft(texts[index][0], base, [truths[index][base : base + 6]])
-        before = harness.clock.now
-        delay = harness.engine.step()
-        if harness.clock.now == before:
-            harness.clock.now += delay or 0.001
-
+    devices = Devices(harness, texts, truths, 0.060, 6)
     for _ in range(60):
-        step()
+        devices.step()
     for length in (1500, 20):
         before = len(harness.batches)
         _, prompt = harness.submit(prompt_of(100 + length, length), 1000, owner=ALICE, patience_ms=0.0)
         while not prompt.tokens:
-            step()
+            devices.step()
     assert len(harness.batches) - before <= 40
 
 
@@ -204,8 +214,7 @@ def test_a_prompt_of_lower_priority_bounds_no_higher_one() -> None:
     num_steps = []
     for has_lower in (False, True):
         harness = calibrated(num_blocks=8192, max_positions=8192)
-        for index in range(3):
-            harness.submit(prompt_of(index), 3000, owner=b"text %d" % index, patience_ms=0.0)
+        texts_of(harness, 3, 3000)
         harness.run_steps(3)
         if has_lower:
             harness.submit(prompt_of(50, 4000), 1, owner=BOB)
@@ -221,28 +230,15 @@ def test_a_prompt_of_lower_priority_bounds_no_higher_one() -> None:
 def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
     """Six sessions that wait 100 ms now and then, blocks for three: none computes its context anew for each wait."""
     config = EngineConfig(max_running=8, policy=Policy.VERIFY)
-    harness = calibrated(config=config, num_blocks=100, block_size=4, step_s=lambda num_tokens: 0.020)
-    prompts = [prompt_of(i, 100) for i in range(6)]
-    truths = [plain(prompt, SAMPLED, 60) for prompt in prompts]
-    sessions = [harness.submit(prompt, 60, lag_ms=100.0) for prompt in prompts]
-    answers: dict[int, tuple[int, float]] = {}  # by session: base, and when its device answers
+    harness = calibrated(config=config, num_blocks=100, step_s=lambda num_tokens: 0.020)
+    truths = [plain(prompt_of(i, 100), SAMPLED, 60) for i in range(6)]
+    texts = [harness.submit(prompt_of(i, 100), 60, lag_ms=100.0) for i in range(6)]
+    devices = Devices(harness, texts, truths, 0.100, 3)
     while harness.engine.has_work:
-        for (sequence_id, collector), truth in zip(sessions, truths, strict=True):
-            base = len(collector.tokens)
-            if collector.end is None and base > answers.get(sequence_id, (0, 0.0))[0]:
-                answers[sequence_id] = base, harness.clock.now + 0.1
-            if collector.end is None and answers.get(sequence_id) and harness.clock.now >= answers[sequence_id][1]:
-                harness.engine.draft(sequence_id, base, [[*truth[base : base + 3], 0]])
-                answers[sequence_id] = base, float("inf")
-            if collector.end is not None:
-                answers.pop(sequence_id, None)
-        due = min((when for _, when in answers.values()), default=float("inf"))
-        delay = harness.engine.step() or 0.0
-        harness.clock.now = min(harness.clock.now + delay, max(due, harness.clock.now))
-    assert [c.tokens for _, c in sessions] == truths
+        devices.step()
     stats = harness.engine.stats()
-    assert stats.distributions.wait_s.total > 1.0
-    assert stats.totals.step_tokens < 3 * 6 * 160
+    assert [text.tokens for _, text in texts] == truths
+    assert stats.distributions.wait_s.total > 1.0 and stats.totals.step_tokens < 3 * 6 * 160
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -265,8 +261,7 @@ def test_every_item_of_a_verify_call_gets_its_whole_draft_verified(is_held: bool
             harness.engine.draft(session_id, len(session.tokens), [mine[len(session.tokens) :]])
         harness.engine.step()
     assert [item.commits[0].accepted for item in items] == [64] * 32
-    assert session.tokens == mine[: len(session.tokens)]
-    assert all(commit.accepted > 0 for commit in session.commits[1:-1])
+    assert session.tokens == mine[: len(session.tokens)] and all(commit.accepted for commit in session.commits[1:-1])
 
 
 def test_verify_items_without_room_do_not_keep_places_from_sessions_of_their_owner() -> None:
@@ -276,10 +271,9 @@ def test_verify_items_without_room_do_not_keep_places_from_sessions_of_their_own
     items: list[Collector] = []
     for _ in range(60):
         while sum(item.end is None for item in items) < 20:
-            items.append(harness.submit(prompt_of(1 + len(items)), 99, once=True, draft=[5] * 64)[1])
+            items += harness.texts([1 + len(items)], 99, once=True, draft=[5] * 64)
         harness.engine.step()
-    assert len(session.tokens) >= 60 * 8 // 21
-    assert sum(item.end is not None for item in items) >= 40
+    assert len(session.tokens) >= 60 * 8 // 21 and sum(item.end is not None for item in items) >= 40
 
 
 def test_drafts_beside_a_prompt_are_priced_as_part_of_its_step() -> None:

@@ -50,8 +50,7 @@ def test_no_line_is_left_out() -> None:
     ours = commands("outrider", "outrider-cloud", "outrider-export", "python")
     others = [line for line in lines_of(LAPTOP) if line not in ours]
     assert {line.split()[0] for line in others} == {"sudo", "ls", "pip"}
-    extras = {extra for line in others for extra in re.findall(r"\"\.\[(\w+)\]\"", line)}
-    assert extras == {"edge", "export"}
+    assert set(re.findall(r"\"\.\[(\w+)\]\"", "\n".join(others))) == {"edge", "export"}
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +85,14 @@ def test_runs_of_the_example_give_the_targets_text(laptop: Path, url: str, outri
     seed = [] if "--seed" in line else ["--seed", "7"]
     arguments = [*emulated(line, url), *seed, "--ignore-eos", "--max-tokens", "24", "--json"]
     document = json.loads(outrider(*arguments).out)
-    assert document["draft"]["device"] == "npu" and document["draft"]["is_emulated"]
-    assert document["draft"]["provider"] == "NPU path emulated on the CPU"
+    draft = {"device": "npu", "is_emulated": True, "provider": "NPU path emulated on the CPU"}
+    assert document["draft"].items() >= draft.items()
     assert len(document["tokens"]) == 24 and document["draft_error"] is None
     if "--compare" in line:
         assert document["identical"] is True and (document["speed_up"] is None) == bool(document["speed_up_unknown"])
     else:
         alone = [part for part in arguments if part != "--emulate-npu"]
-        alone += ["--mode", "cloud-only"]
-        assert json.loads(outrider(*alone).out)["tokens"] == document["tokens"]
-
-
-def test_devices_are_listed(outrider: Outrider) -> None:
-    """The second thing that the example tells to type."""
-    assert "outrider devices" in commands("outrider")
-    assert "CPU" in outrider("devices").out
+        assert json.loads(outrider(*alone, "--mode", "cloud-only").out)["tokens"] == document["tokens"]
 
 
 @pytest.mark.parametrize("line", commands("python"))
@@ -114,8 +106,8 @@ def test_placements_are_timed(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     shown = " ".join(capsys.readouterr().out.split())
-    assert not ended.value.code and "bundles/npu" in shown and "bundles/cpu" in shown
-    assert "fastest: bundles/" in shown and "say nothing of an NPU" in shown
+    expected = ("bundles/npu", "bundles/cpu", "fastest: bundles/", "say nothing of an NPU")
+    assert not ended.value.code and [words in shown for words in expected] == [True] * 4
 
 
 def test_a_text_longer_than_the_exported_lengths_goes_on_without_drafts(
@@ -168,15 +160,14 @@ def test_commands_parse(example: str, words: list[str]) -> None:
 
 
 @contextmanager
-def started(words: list[str], environment: dict[str, str] | None = None) -> Iterator[str]:
-    """The URL of a server that one of our commands starts, as a process."""
-    command = [sys.executable, "-m", MODULES[words[0]], *words[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
+def started(command: list[str], **environment: str) -> Iterator[tuple[str, int]]:
+    """The URL and the process' id of a server that a command starts."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as process:
         assert process.stdout is not None
         try:
             ready = next((line for line in process.stdout if line.startswith(READY_PREFIX)), "")
-            assert ready, f"{words[0]} ended"
-            yield ready.removeprefix(READY_PREFIX).strip()
+            assert ready, f"{command} ended"
+            yield ready.removeprefix(READY_PREFIX).strip(), process.pid
         finally:
             process.terminate()
 
@@ -188,13 +179,14 @@ COMPOSED: dict[str, Any] = yaml.safe_load((EXAMPLES / "two_machines" / "compose.
 def composed_command(service: str, **places: str) -> list[str]:
     """A service's command with this machine's places, on a free loopback port."""
     here = {"0.0.0.0": "127.0.0.1", "8000": "0", "8077": "0"} | places
-    return [*(here.get(word, word) for word in COMPOSED["services"][service]["command"]), "--threads", "1"]
+    name, *words = COMPOSED["services"][service]["command"]
+    return [sys.executable, "-m", MODULES[name], *(here.get(word, word) for word in words), "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def reference_cloud(reference_pair: PairPaths) -> Iterator[str]:
     """The compose file's cloud, as a process."""
-    with started(composed_command("cloud", **{"/bundles/target": str(reference_pair.target)})) as url:
+    with started(composed_command("cloud", **{"/bundles/target": str(reference_pair.target)})) as (url, _):
         yield url
 
 
@@ -202,8 +194,7 @@ def text_of(url: str, headers: dict[str, str] | None = None) -> str:
     """A completion's text."""
     asked = {"prompt": "def walk(path):", "max_tokens": 16, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=60.0)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return str(answer.raise_for_status().json()["choices"][0]["text"])
 
 
 def test_both_machines_of_the_compose_file(reference_cloud: str, reference_pair: PairPaths) -> None:
@@ -212,7 +203,7 @@ def test_both_machines_of_the_compose_file(reference_cloud: str, reference_pair:
     assert "ports" not in cloud and cloud["networks"] == ["link"] and COMPOSED["networks"]["link"]["internal"] is True
     assert device["ports"] == ["127.0.0.1:8077:8077"]
     places = {"/bundles/draft": str(reference_pair.draft), "http://cloud:8000": reference_cloud}
-    with started(composed_command("device", **places), {"OUTRIDER_API_KEYS": KEY}) as url:
+    with started(composed_command("device", **places), OUTRIDER_API_KEYS=KEY) as (url, _):
         assert httpx.get(f"{url}/v1/models").status_code == 401
         assert text_of(url, {"Authorization": f"Bearer {KEY}"}) == text_of(reference_cloud) != ""
 
@@ -233,20 +224,13 @@ def test_a_small_processor_with_a_gigabyte(reference_cloud: str, reference_pair:
     shell, flag, script = shlex.split(line)
     limit, _, rest = script.partition("exec outrider ")
     assert limit == "ulimit -d 1048576; " and rest
-    rest = rest.replace("http://127.0.0.1:8000", reference_cloud)
-    rest = rest.replace("bundles/cpu", shlex.quote(str(reference_pair.draft)))
+    rest = rest.replace("http://127.0.0.1:8000", reference_cloud).replace(
+        "bundles/cpu", shlex.quote(str(reference_pair.draft))
+    )
     script = f"{limit}exec {shlex.quote(sys.executable)} -m outrider.edge.cli {rest} --port 0"
-    with running_on(frozenset({min(os.sched_getaffinity(0))})):
-        process = subprocess.Popen([shell, flag, script], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None
-        try:
-            url = process.stdout.readline().removeprefix(READY_PREFIX).strip()
-            assert text_of(url) == text_of(reference_cloud)
-            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-            limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="ascii")
-        finally:
-            process.terminate()
+    with running_on(frozenset({min(os.sched_getaffinity(0))})), started([shell, flag, script]) as (url, pid):
+        assert text_of(url) == text_of(reference_cloud)
+        status, limits = (Path(f"/proc/{pid}/{name}").read_text(encoding="ascii") for name in ("status", "limits"))
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert peak is not None and int(peak[1]) < 1_000_000
     assert re.search(r"Max data size\s+1073741824", limits) and re.search(r"Cpus_allowed_list:\s+\d+\n", status)

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import make_unknown
+from tests.export_cli import parity_of
+from tests.tiny_models import copy_source, make_unknown
 from tools.tiny_sources import make_tiny_source
 
 from outrider.export.check import source_logits as source_logits_module
 from outrider.export.convert import openvino_ir
-from outrider.export.make.pipeline import export_model, stage_export
-from outrider.export.make.stage_store import StageStore
-from outrider.export.progress import silent
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import warnings_of
 from outrider.export.source import config_reader
 from outrider.export.source.family_facts import FAMILIES
-from outrider.export.source.model_source import SourceModel, read_source
+from outrider.export.source.model_source import read_source
 from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.models.bundle.manifest import Parity, Precision
 from outrider.models.errors import ExportError, ParityFailure
@@ -36,13 +34,6 @@ from outrider.models.runtimes.base import RuntimeOptions
 SLIDING = ("gemma2", "gemma3_text", "gpt_neo", "mistral", "phi3")
 ALSO_INT8 = ("bloom", "gpt_neo", "phi3")
 ON_OPENVINO = tuple(family for family in FAMILIES if family != "gemma2")  # refused below
-
-
-def parity_of(source: Path | SourceModel, tmp_path: Path, options: ExportOptions) -> Parity:
-    """The check of one export, which is not put in place; what the next of this test may use is kept."""
-    read, store = read_source(source) if isinstance(source, Path) else source, StageStore(tmp_path / "store")
-    with stage_export(read, tmp_path / "out", options, silent, store) as staged:
-        return staged.manifest.report.parity
 
 
 def worst_of(parity: Parity) -> float:
@@ -55,14 +46,12 @@ def test_openvino_runs_it_rightly(family: str, tiny_source: Callable[[str], Path
     """As a target in FP32, some also as a draft in INT8; where layers slide, also beyond the window."""
     source = tiny_source(family)
     exact = parity_of(source, tmp_path, ExportOptions("target", "fp32", num_threads=1))
-    assert exact.runtime == "OpenVinoPagedRuntime"
+    assert (exact.runtime, len(exact.stages)) == ("OpenVinoPagedRuntime", 9 if family in SLIDING else 5)
     assert worst_of(exact) < 1e-5
-    assert len(exact.stages) == (9 if family in SLIDING else 5)
-    if family not in ALSO_INT8:
-        return
-    quantized = parity_of(source, tmp_path, ExportOptions("draft", "int8", num_threads=1))
-    assert quantized.runtime == "OpenVinoSequenceRuntime" and len(quantized.stages) == (10 if family in SLIDING else 5)
-    assert worst_of(quantized) > 1e-3
+    if family in ALSO_INT8:
+        quantized = parity_of(source, tmp_path, ExportOptions("draft", "int8", num_threads=1))
+        found = quantized.runtime, len(quantized.stages)
+        assert found == ("OpenVinoSequenceRuntime", 10 if family in SLIDING else 5) and worst_of(quantized) > 1e-3
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gptj", "nemotron", "deepseek_v2"])
@@ -73,8 +62,7 @@ def test_torch_runs_attention_of_other_kinds_rightly(
     test_runtimes_parity.
     """
     parity = parity_of(tiny_source(family), tmp_path, ExportOptions("target", "fp32", "torch", num_threads=1))
-    assert worst_of(parity) < 1e-5
-    assert family != "gemma2" or len(parity.stages) == 9
+    assert worst_of(parity) < 1e-5 and (family != "gemma2" or len(parity.stages) == 9)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +92,10 @@ def test_soft_capping_that_nobody_knew_of_is_refused_by_the_check(
     with pytest.raises(ExportError, match=r"cannot run the exported model: gemma2 cannot use paged attention"):
         parity_of(tiny_source("gemma2"), tmp_path, ExportOptions("target", "fp32", num_threads=1))
 
-    def fuse(model: Any) -> None:
-        model.set_attn_implementation("sdpa")
-
-    monkeypatch.setattr(openvino_ir, "choose_attention", fuse)
+    monkeypatch.setattr(openvino_ir, "choose_attention", lambda model: model.set_attn_implementation("sdpa"))
     with pytest.raises(ParityFailure, match=r"parity check failed, prefill:") as failure:
         parity_of(tiny_source("gemma2"), tmp_path, ExportOptions("draft", "int8", num_threads=1))
-    assert failure.value.relative_delta > 0.1  # less than what INT8 may do by itself
-    assert not (tmp_path / "out").exists()
+    assert failure.value.relative_delta > 0.1 and not (tmp_path / "out").exists()  # less than INT8 may do by itself
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -120,27 +104,18 @@ def test_gpt_neo_as_upstream_converts_it_is_refused_by_the_check(
 ) -> None:
     """An example of a silent error: correct up to its window, wrong beyond it, whatever noise INT4 adds."""
 
-    @contextlib.contextmanager
-    def unrepaired(model: Any) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(openvino_ir, "sliding_gpt_neo", unrepaired)
+    monkeypatch.setattr(openvino_ir, "sliding_gpt_neo", contextlib.nullcontext)
     source = make_tiny_source("gpt_neo", tmp_path / "gpt_neo", window_size=80)
     with pytest.raises(ParityFailure, match=r"already before .*failed, prefill, beyond the window of 80:") as failure:
         parity_of(source, tmp_path, ExportOptions("draft", precision, num_threads=1))
-    assert failure.value.relative_delta > 0.2
-    assert not (tmp_path / "out").exists()
+    assert failure.value.relative_delta > 0.2 and not (tmp_path / "out").exists()
 
 
 def test_an_unknown_family_is_tried_and_what_is_right_is_exported(tmp_path: Path) -> None:
     """Its shape is read with transformers' defaults; the check decides."""
     path = make_unknown(tmp_path / "olmo2", "olmo2", max_position_embeddings=256, num_key_value_heads=2)
-    source = read_source(path)
-    assert (source.architecture.name, source.architecture.kv_heads, source.architecture.max_positions) == (
-        "olmo2", 2, 256,
-    )  # fmt: skip
-    bundle = export_model(path, tmp_path / "out", ExportOptions("draft", "int4", num_threads=1))
-    assert bundle.manifest.architecture.name == "olmo2"
+    shape = export_model(path, tmp_path / "out", ExportOptions("draft", "int4", num_threads=1)).manifest.architecture
+    assert (shape.name, shape.kv_heads, shape.max_positions) == ("olmo2", 2, 256)
 
 
 def test_an_unknown_family_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
@@ -154,11 +129,10 @@ def test_an_unknown_family_that_cannot_be_converted_is_refused(tmp_path: Path) -
 def test_a_window_that_is_too_long_to_check_ends_the_sequence(tmp_path: Path) -> None:
     """The bundle promises no more, its runtime gives no more, and a note tells the user."""
     path = make_tiny_source("mistral", tmp_path / "mistral", sliding_window=2000, max_position_embeddings=4096)
-    source = read_source(path)
-    assert source.architecture.max_positions == 2000 and not source.shape.checked_windows
-    assert "sequences end at 2,000 tokens of the model's 4,096" in source.shape.notes[0]
+    shape = read_source(path).shape
+    assert not shape.checked_windows and "sequences end at 2,000 tokens of the model's 4,096" in shape.notes[0]
     bundle = export_model(path, tmp_path / "out", ExportOptions("target", "fp32", num_threads=1))
-    assert bundle.manifest.report.notes == source.shape.notes == warnings_of(bundle.manifest)[:1]
+    assert bundle.manifest.report.notes == shape.notes == warnings_of(bundle.manifest)[:1]
     opened = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=1 << 20))
     assert opened.limits.max_positions == bundle.manifest.architecture.max_positions == 2000
     opened.close()
@@ -174,14 +148,10 @@ def scaled(tiny_source: Callable[[str], Path], tmp_path: Path) -> Callable[..., 
     """`scaled("su", 128)`: Phi-3 with rotary scaling of that type beyond 128 positions, and no window."""
 
     def make(kind: str, original: int, window: int | None = None, **rope: Any) -> Path:
-        directory = shutil.copytree(tiny_source("phi3"), tmp_path / f"{kind}-{original}")
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        del config["rope_parameters"]
-        config |= {"original_max_position_embeddings": original, "sliding_window": window}
-        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-        config["rope_scaling"] = {"type": kind, "original_max_position_embeddings": original} | factors | rope
-        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return directory
+        length = {"original_max_position_embeddings": original}
+        scaling = {"type": kind, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8} | length | rope
+        values = {"rope_parameters": None, "sliding_window": window, "rope_scaling": scaling} | length
+        return copy_source(tiny_source("phi3"), tmp_path / f"{kind}-{original}", **values)
 
     return make
 
@@ -204,19 +174,15 @@ def test_longrope_is_refused_however_it_is_spelled(kind: str, scaled: Callable[.
 def test_longrope_is_exported_up_to_its_original_length(kind: str, scaled: Callable[..., Path], tmp_path: Path) -> None:
     """With its short factors and its attention factor; "su" also with its original length at the top level only."""
     path = scaled(kind, 64, short_factor=[1.0 + 0.1 * i for i in range(8)])
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if kind == "su":
-        del config["rope_scaling"]["original_max_position_embeddings"]
-        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        scaling = json.loads((path / "config.json").read_text(encoding="utf-8"))["rope_scaling"]
+        del scaling["original_max_position_embeddings"]
+        path = copy_source(path, tmp_path / "short", rope_scaling=scaling)
     source = read_source(path, max_positions=64)
     assert max(worst_of(parity_of(source, tmp_path, way)) for way in (TORCH, ORT, VINO)) < 4e-6
     # The old advice: no scaling, which is another model.
-    other = config | {"rope_scaling": None, "max_position_embeddings": 64}
-    (tmp_path / "other").mkdir()
-    shutil.copytree(path, tmp_path / "other", dirs_exist_ok=True)
-    (tmp_path / "other" / "config.json").write_text(json.dumps(other), encoding="utf-8")
-    tokens = range(1, 60)
-    expected, found = (source_logits(load_source_model(place), tokens) for place in (path, tmp_path / "other"))
+    other = copy_source(path, tmp_path / "other", rope_scaling=None, max_position_embeddings=64)
+    expected, found = (source_logits(load_source_model(place), range(1, 60)) for place in (path, other))
     assert np.abs(found - expected).max() > expected.std()
 
 
@@ -243,30 +209,24 @@ def test_every_scaling_of_phimoe_depends_on_the_longest_position(tmp_path: Path)
     """Its factor for cosines is chosen by the longest position of a step, whatever the type."""
     path = make_unknown(tmp_path / "phimoe", "phimoe", num_key_value_heads=2, num_local_experts=2)
     assert read_source(path).architecture.name == "phimoe"
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["rope_parameters"] = {
+    rope = {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
         "short_mscale": 1.0, "long_mscale": 1.2,
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(
-        ExportError, match=r"has yarn rotary scaling, which changes for texts beyond the original length of 64"
-    ):
-        read_source(path)
+    words = "has yarn rotary scaling, which changes for texts beyond the original length of 64"
+    with pytest.raises(ExportError, match=words):
+        read_source(copy_source(path, tmp_path / "scaled", rope_parameters=rope))
 
 
 def test_scaling_that_is_the_same_for_every_length_is_exported_and_crossed(tmp_path: Path) -> None:
     """YaRN of a Llama: its frequencies are constant, so its original length is crossed without a difference."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    path = make_tiny_source("llama", tmp_path / "llama", rope_parameters=rope)
-    source = read_source(path)
-    assert source.shape.crossed_originals == (128,)
+    source = read_source(make_tiny_source("llama", tmp_path / "llama", rope_parameters=rope))
     parity = parity_of(source, tmp_path, TORCH)
-    stages = parity.stages
-    assert [stage.rows for stage in stages] == [48, 8, 8, 6, 1, 8, 8, 6, 64]
-    assert stages[-2].name == "step after rollback, across the original length of 128"
-    assert stages[-1].name == "batch with a longer sequence"
-    assert worst_of(parity) < 1e-5
+    assert source.shape.crossed_originals == (128,) and worst_of(parity) < 1e-5
+    assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6, 64]
+    last = ["step after rollback, across the original length of 128", "batch with a longer sequence"]
+    assert [stage.name for stage in parity.stages[-2:]] == last
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -120,17 +121,15 @@ def test_every_writer_tells_of_a_full_disk(
     tiny_ir: Callable[..., Path],
 ) -> None:
     """One error for all of them, whatever the writer raises itself: where, how much is free, and what would help."""
-    place = small_disk.place / "out"
+    place, given = small_disk.place / "out", tiny_ir("qwen2") if write is save_ir_there else source
     place.mkdir()
     small_disk.fill(left)
-    with (
-        pytest.raises(DiskFull, match=r"the disk is full.* MB for .*--out.*OUTRIDER_CACHE"),
-        telling_of_full_disks(place),
-    ):
-        write(tiny_ir("qwen2") if write is save_ir_there else source, place)
+    words = r"the disk is full.* MB for .*--out.*OUTRIDER_CACHE"
+    with pytest.raises(DiskFull, match=words), telling_of_full_disks(place):
+        write(given, place)
     (small_disk.place / "other-program").unlink()
     with telling_of_full_disks(place):
-        write(tiny_ir("qwen2") if write is save_ir_there else source, place)  # and with room it works
+        write(given, place)  # and with room it works
     assert any(place.iterdir())
 
 
@@ -169,8 +168,7 @@ def test_a_disk_that_fills_up_leaves_the_destination_as_it_was(
         export_model(source, place, options_for(precision), fill)
     assert Bundle.open(place).manifest == old_bundle.manifest
     assert {path.name for path in place.parent.iterdir()} - {"other-program"} == {"bundle"}
-    assert not [name for name in results(cache) if "partial" in name]
-    assert holds_cache or results(cache)  # for the next try
+    assert not [name for name in results(cache) if "partial" in name] and (holds_cache or results(cache))
 
 
 def options_for(precision: Precision) -> ExportOptions:
@@ -184,18 +182,13 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
 ) -> None:
     """The destination's, the cache's, or one that both are on: with what is needed and what is free."""
     stages: list[str] = []
-
-    def export(cache: Path, place: Path) -> None:
-        monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
-        export_model(source, place, ExportOptions("draft", "int8"), lambda event: stages.append(event.stage))
-
     small_disk.fill(left=MB // 32)
-    for cache, place in (
-        (tmp_path / "cache", small_disk.place / "bundle"),
-        (small_disk.place / "cache", tmp_path / "bundle"),
-    ):
+    for cache, place in ((tmp_path, small_disk.place), (small_disk.place, tmp_path)):
+        monkeypatch.setenv("OUTRIDER_CACHE", str(cache / "cache"))
         with pytest.raises(DiskFull, match=rf"needs about [\d.]+ MB at {small_disk.place}.*0\.0 MB are free"):
-            export(cache, place)
+            export_model(
+                source, place / "bundle", ExportOptions("draft", "int8"), lambda event: stages.append(event.stage)
+            )
     assert set(stages) == {"read"}
     room = shutil.disk_usage(small_disk.place).free
     require_room((small_disk.place / "a", room), (tmp_path, 1.0))
@@ -209,10 +202,7 @@ def test_short_memory_is_a_warning_before_the_work(
     """Of one line, where the source in FP32 does not fit; the system may have ways to make room."""
     needed = 4 * read_source(source).architecture.parameters
 
-    def begin(*_: object) -> None:
-        raise ExportError("begun")
-
-    monkeypatch.setattr(pipeline, "require_range", begin)
+    monkeypatch.setattr(pipeline, "require_range", Mock(side_effect=ExportError("begun")))
     for available, is_warned in ((needed - 101, True), (needed - 100, False)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
         monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100))
@@ -241,10 +231,11 @@ def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path, m
 
 def test_other_errors_are_not_taken_for_full_disks(tmp_path: Path) -> None:
     """Neither one of the source's files nor one of ours."""
-    with pytest.raises(PermissionError), telling_of_full_disks(tmp_path / "out"):
-        raise PermissionError(13, "Permission denied", str(tmp_path / "source" / "model.safetensors"))
-    with pytest.raises(ValueError, match="no such operator"), telling_of_full_disks(tmp_path / "out"):
-        raise ValueError("no such operator")
+    denied = PermissionError(13, "Permission denied", str(tmp_path / "source" / "model.safetensors"))
+    for error in (denied, ValueError("no such operator")):
+        with pytest.raises(type(error)) as found, telling_of_full_disks(tmp_path / "out"):
+            raise error
+        assert found.value is error
 
 
 # Imports once and forks for every export, which SIGKILL then ends in the stage that is named.
@@ -323,9 +314,8 @@ def test_an_export_killed_in_any_stage_leaves_the_destination_and_is_taken_up_ag
         assert len(results(cache)) == 2  # the truth and the FP32 IR, which only the first three made
         assert export("never") == ["read", "quantize", "check", "write"]
         process.stdin.close()
-    assert Bundle.open(place).manifest.precision == "int8"
+    assert Bundle.open(place).manifest.precision == "int8" and results(cache) == []
     assert [path.name for path in place.parent.iterdir()] == ["bundle"]
-    assert results(cache) == []
 
 
 def results(cache: Path) -> list[str]:
@@ -350,7 +340,6 @@ def test_a_result_that_another_export_uses_stays(tmp_path: Path) -> None:
     first.release()
     assert (place / "result").read_text() == "made"
     second.release()
-    assert not place.exists()
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
 
 
@@ -376,8 +365,7 @@ def test_a_killed_user_of_a_result_is_forgotten(tmp_path: Path) -> None:
     store = StageStore(tmp_path)
     place = store.get({"stage": "ir"}, never)
     store.release()
-    assert not place.exists()
-    assert not list(tmp_path.glob("*.user-*"))
+    assert not place.exists() and not list(tmp_path.glob("*.user-*"))
 
 
 def test_a_result_is_never_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,12 +373,8 @@ def test_a_result_is_never_half_removed(tmp_path: Path, monkeypatch: pytest.Monk
     store = StageStore(tmp_path)
     place = store.get({"stage": "ir"}, fill)
 
-    def stop(path: Path, ignore_errors: bool) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(shutil, "rmtree", stop)
+        patched.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         store.release()
-    assert not place.exists()
-    assert StageStore(tmp_path).get({"stage": "ir"}, fill) == place  # made anew
+    assert not place.exists() and StageStore(tmp_path).get({"stage": "ir"}, fill) == place  # made anew
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openvino
 import pytest
+from tests.export_cli import parity_of
 from tests.test_parity import Exact, source
 from tests.tiny_models import make_tiny_tokenizer, make_unknown
 
@@ -17,9 +18,6 @@ from outrider.export.check.parity import check_parity
 from outrider.export.check.source_logits import make_reference
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.make import build
-from outrider.export.make.pipeline import stage_export
-from outrider.export.make.stage_store import StageStore
-from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import read_source
@@ -65,14 +63,13 @@ def constants(directory: Path) -> dict[str, Any]:
 def altered(directory: Path, target: Path, name: str, change: Callable[[Any], None]) -> Path:
     """A copy of an IR with one constant changed in place."""
     model = openvino.Core().read_model(directory / XML)
-    for node in model.get_ordered_ops():
-        if node.get_friendly_name() == name:
-            values = node.get_data().copy()
-            change(values)
-            constant = openvino.op.Constant(values)
-            constant.set_friendly_name(name)
-            for reader in node.output(0).get_target_inputs():
-                reader.replace_source_output(constant.output(0))
+    (node,) = (node for node in model.get_ordered_ops() if node.get_friendly_name() == name)
+    values = node.get_data().copy()
+    change(values)
+    constant = openvino.op.Constant(values)
+    constant.set_friendly_name(name)
+    for reader in node.output(0).get_target_inputs():
+        reader.replace_source_output(constant.output(0))
     target.mkdir()
     openvino.save_model(model, target / XML, compress_to_fp16=False)
     return target
@@ -91,11 +88,8 @@ def test_routers_stay_as_they_are(ir: Path, tmp_path: Path) -> None:
 def test_int8_passes_whichever_experts_its_tokens_choose(family: str, seed: int, tmp_path: Path) -> None:
     """Exact without quantization; in INT8 agreement and KL decide, not the largest difference."""
     path = make_unknown(tmp_path / family, family, seed=seed, **COMMON, **FAMILIES[family])
-    model = read_source(path)
-    assert is_mixture(model.shape.facts)
-    options = ExportOptions("target", "int8", num_threads=1)
-    with stage_export(model, tmp_path / "out", options, silent, StageStore(tmp_path / "store")) as staged:
-        parity = staged.manifest.report.parity
+    assert is_mixture(read_source(path).shape.facts)
+    parity = parity_of(path, tmp_path, ExportOptions("target", "int8", num_threads=1))
     assert parity.max_relative_delta is None and parity.max_mean_kl == 0.05 and parity.own_delta < 1e-3
 
 
@@ -134,16 +128,14 @@ def test_a_broken_expert_is_refused(
             path.replace(directory / path.name)
         broken.rmdir()
 
-    real_convert, real_finish = convert_to_ir, finish_ir
-
     def convert(model: Any, directory: Path, label: str) -> None:
-        real_convert(model, directory, label)
+        convert_to_ir(model, directory, label)
         break_ir(directory)
 
     def finish(ir: Path, directory: Path, *arguments: Any) -> Any:
         aside = shutil.copytree(ir, tmp_path / "aside")
         break_ir(aside)
-        return real_finish(aside, directory, *arguments)
+        return finish_ir(aside, directory, *arguments)
 
     if stage == "conversion":
         monkeypatch.setattr(build, "convert_to_ir", convert)
@@ -152,11 +144,8 @@ def test_a_broken_expert_is_refused(
         monkeypatch.setattr(build, "finish_ir", finish)
         message = f"matrix [15] of {name} differs from the source's"
     options = ExportOptions("draft", precision, num_threads=1)
-    with (
-        pytest.raises(ExportError, match=message),
-        stage_export(read_source(mixtral), tmp_path / "out", options, silent, StageStore(tmp_path / "store")),
-    ):
-        pass
+    with pytest.raises(ExportError, match=message):
+        parity_of(mixtral, tmp_path, options)
 
 
 class Flipped(Exact):

@@ -18,7 +18,7 @@ from openvino import opset13 as ops
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
 from tests.npu_path import OPTIONS, SHAPES, walked
-from tests.stored_weights import read_ir
+from tests.stored_weights import Stored, read_ir
 from tests.tiny_models import export_openvino, make_tiny_model
 from tools.tiny_sources import make_tiny_source
 
@@ -47,19 +47,30 @@ XML = "openvino_model.xml"
 TOKENS = np.random.default_rng(5).integers(0, TINY_VOCAB, 60).tolist()
 
 
-def compressed(ir: Path, directory: Path) -> Path:
+def compressed(
+    ir: Path, directory: Path, compress: Callable[[ov.Model], Quantization] = compress_int8_symmetric
+) -> tuple[Path, Quantization]:
+    """Writes the IR with smaller weights to a directory, and says how they are stored."""
     model = ov.Core().read_model(ir / XML)
-    compress_int8_symmetric(model)
-    directory.mkdir(parents=True, exist_ok=True)
+    quantization = compress(model)
     save_ir(model, directory)
     shutil.copyfile(ir / "config.json", directory / "config.json")
-    return directory
+    return directory, quantization
+
+
+def quantized(ir: Path) -> dict[str, Stored]:
+    """Every quantized matrix by its name in transformers."""
+    return {name.removeprefix("self."): stored for name, stored in read_ir(ir / XML).items() if stored.scale_type}
 
 
 def tensors_of(ir: Path) -> dict[str, torch.Tensor]:
-    """Every quantized matrix by its name in transformers."""
-    found = {name.removeprefix("self."): stored for name, stored in read_ir(ir / XML).items() if stored.scale_type}
-    return {name: torch.from_numpy(stored.values.astype(np.float32)) for name, stored in found.items()}
+    """What these matrices stand for."""
+    return {name: torch.from_numpy(stored.values.astype(np.float32)) for name, stored in quantized(ir).items()}
+
+
+def bytes_of(ir: Path) -> list[bytes]:
+    """Graph and weights."""
+    return [(ir / name).read_bytes() for name in (XML, "openvino_model.bin")]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])  # qwen2's LM head is its embedding
@@ -69,39 +80,28 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(family: str, tiny_ir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compressed(tiny_ir(family), tmp_path_factory.mktemp("symmetric"))
+    return compressed(tiny_ir(family), tmp_path_factory.mktemp("symmetric"))[0]
 
 
-@pytest.fixture(scope="module")
-def weights(bundle: Path) -> dict[str, torch.Tensor]:
-    """What the export stands for, by its names in transformers."""
-    return tensors_of(bundle)
-
-
-def test_both_paths_compute_with_these_weights(
-    bundle: Path, family: str, weights: dict[str, torch.Tensor], tiny_model: Callable[[str], Path]
-) -> None:
+def test_both_paths_compute_with_these_weights(bundle: Path, family: str, tiny_model: Callable[[str], Path]) -> None:
     """The NPU's, in prompt, cached steps and rollback, and paged attention, which quantizes activations on the fly
     unless that is switched off: against transformers with the weights that the export stands for.
     """
     model = load_causal_lm(tiny_model(family), torch.float32, "sdpa")
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing, unexpected = model.load_state_dict(tensors_of(bundle), strict=False)
     assert not unexpected and not any(name.endswith("proj.weight") for name in missing)
     found, expected = walked(OpenVinoNpuRuntime(bundle, OPTIONS), model, TOKENS)
     assert np.abs(found - expected).max() < 0.01
-    truth = expected[: len(TOKENS)]
-    plain = OpenVinoSequenceRuntime(bundle, RuntimeOptions(properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}))
-    assert np.abs(plain.extend_rows(TOKENS) - truth).max() < 1e-4
-    assert np.abs(OpenVinoSequenceRuntime(bundle, RuntimeOptions()).extend_rows(TOKENS) - truth).max() < 0.3
+    for properties, most in (({"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}, 1e-4), ({}, 0.3)):
+        rows = OpenVinoSequenceRuntime(bundle, RuntimeOptions(properties=properties)).extend_rows(TOKENS)
+        assert np.abs(rows - expected[: len(TOKENS)]).max() < most
 
 
 def test_the_same_model_gives_the_same_bytes(
     family: str, bundle: Path, tiny_ir: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Names and integers do not depend on what the process did before."""
-    again = compressed(tiny_ir(family), tmp_path)
-    for name in (XML, "openvino_model.bin"):
-        assert (bundle / name).read_bytes() == (again / name).read_bytes()
+    assert bytes_of(compressed(tiny_ir(family), tmp_path)[0]) == bytes_of(bundle)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -115,13 +115,11 @@ def test_blocks_do_not_show(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.scale.shape == ((37, 1) if axis == 1 else (1, 12))
 
 
-def test_weights_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(wrong: float) -> None:
     """NaN and infinity are named as what they are, a broken model."""
-    for wrong in (np.nan, np.inf):
-        matrix = np.ones((3, 4), np.float32)
-        matrix[1, 2] = wrong
-        with pytest.raises(ExportError, match="not finite"):
-            quantize_symmetric(matrix, 1)
+    with pytest.raises(ExportError, match="not finite"):
+        quantize_symmetric(np.array([[1.0, 1.0], [1.0, wrong]], np.float32), 1)
 
 
 def small_graph(multiply: Callable[[Any], Any]) -> ov.Model:
@@ -136,12 +134,8 @@ def run(model: ov.Model, x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def test_a_matrix_stored_by_columns(tmp_path: Path) -> None:
     """Where a MatMul takes its matrix untransposed, a column is an output channel; FP16 weights are taken as well."""
-    matrix = np.random.default_rng(5).normal(size=(8, 6)).astype(np.float16)
-
-    def product(x: Any) -> Any:
-        return ops.matmul(x, ops.convert(ops.constant(matrix, name="w"), np.float32), False, False)
-
-    model = small_graph(product)
+    weights = ops.constant(np.random.default_rng(5).normal(size=(8, 6)).astype(np.float16), name="w")
+    model = small_graph(lambda x: ops.matmul(x, ops.convert(weights, np.float32), False, False))
     x = np.random.default_rng(5).normal(size=(3, 8)).astype(np.float32)
     before = run(model, x)
     compress_int8_symmetric(model)
@@ -163,20 +157,14 @@ def test_what_is_no_weight_is_left_alone() -> None:
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of two groups, and of 320 weights, which 128 does not divide."""
-    directory = tmp_path_factory.mktemp("wide")
-    return make_tiny_model(
-        "llama", directory, vocab_size=TINY_VOCAB, hidden_size=256, intermediate_size=320, initializer_range=0.06
-    )
+    sizes = {"vocab_size": TINY_VOCAB, "hidden_size": 256, "intermediate_size": 320}
+    return make_tiny_model("llama", tmp_path_factory.mktemp("wide"), initializer_range=0.06, **sizes)
 
 
 @pytest.fixture(scope="module")
 def int4(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Quantization]:
-    directory = tmp_path_factory.mktemp("int4")
-    model = ov.Core().read_model(export_openvino(wide_model, tmp_path_factory.mktemp("wide-ir")) / XML)
-    quantization = compress_int4_symmetric(model)
-    save_ir(model, directory)
-    shutil.copyfile(wide_model / "config.json", directory / "config.json")
-    return directory, quantization
+    ir = export_openvino(wide_model, tmp_path_factory.mktemp("wide-ir"))
+    return compressed(ir, tmp_path_factory.mktemp("int4"), compress_int4_symmetric)
 
 
 def test_int4_is_symmetric_in_groups_or_rows(int4: tuple[Path, Quantization], wide_model: Path) -> None:
@@ -187,8 +175,7 @@ def test_int4_is_symmetric_in_groups_or_rows(int4: tuple[Path, Quantization], wi
     ir, quantization = int4
     assert quantization.scheme == "int4 symmetric, embeddings and head int8 symmetric"
     assert quantization.granularity == "group of 128, row where a row is not several groups"
-    source = load_file(wide_model / "model.safetensors")
-    weights = {name.removeprefix("self."): stored for name, stored in read_ir(ir / XML).items() if stored.scale_type}
+    source, weights = load_file(wide_model / "model.safetensors"), quantized(ir)
     assert set(weights) == {name for name, tensor in source.items() if tensor.ndim == 2}
     for name, stored in weights.items():
         exact = source[name].astype(np.float64)
@@ -219,10 +206,10 @@ def test_an_int4_export_is_checked_like_the_others(tmp_path: Path) -> None:
         "draft", "int4", device="npu", num_threads=1, static_shapes=StaticShapes(prompt_len=64, response_len=64)
     )
     manifest = export_model(source, tmp_path / "out", options).manifest
+    parity = manifest.report.parity
     assert manifest.precision == "int4" and manifest.quantization is not None
     assert manifest.quantization.granularity == "row"  # of 64 and 128 weights
-    assert "not run on hardware" in manifest.report.parity.checked_on
-    assert [stage.name for stage in manifest.report.parity.stages][-1:] == ["nodes of a tree"]
+    assert "not run on hardware" in parity.checked_on and parity.stages[-1].name == "nodes of a tree"
 
 
 def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Path) -> None:
@@ -232,8 +219,8 @@ def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Pa
     assert [blob.name for blob in blobs] == ["openvino_model.cpu-312-8.blob", "openvino_model.cpu-312-64.blob"]
     of_ir, of_blob = OpenVinoNpuRuntime(bundle, OPTIONS), OpenVinoNpuRuntime(place, OPTIONS)
     assert of_ir.limits == of_blob.limits
-    assert np.array_equal(of_ir.extend(TOKENS[:40]), of_blob.extend(TOKENS[:40]))
-    assert np.array_equal(of_ir.extend_rows(TOKENS[40:45]), of_blob.extend_rows(TOKENS[40:45]))
+    for tokens in (TOKENS[:40], TOKENS[40:45]):
+        assert np.array_equal(of_ir.extend_rows(tokens), of_blob.extend_rows(tokens))
     # No graph to compile: what ran above cannot have been the IR.
     (place / XML).write_text("<net/>")
     OpenVinoNpuRuntime(place, OPTIONS).close()
@@ -247,9 +234,8 @@ def test_a_blob_of_another_version_is_passed_over(
     """What cannot be read as a blob is compiled anew from the IR, and the log says so."""
     place = shutil.copytree(bundle, tmp_path / "bundle")
     blob, _ = compile_ahead(place, SHAPES, place, emulate_npu=True)
-    raw = bytearray(blob.read_bytes())
-    raw[0] ^= 1  # what it begins with
-    blob.write_bytes(raw)
+    first, *rest = blob.read_bytes()
+    blob.write_bytes(bytes([first ^ 1, *rest]))
     with caplog.at_level(logging.WARNING, logger="outrider"):
         runtime = OpenVinoNpuRuntime(place, OPTIONS)
     assert "not for this OpenVINO or driver" in caplog.text and "compiling again" in caplog.text
@@ -263,9 +249,8 @@ def test_without_the_npus_compiler_it_says_where_to_get_it(bundle: Path, tmp_pat
         pytest.skip("this machine has an NPU compiler")
     with pytest.raises(RuntimeUnavailable, match=r"no NPU compiler: .*npu_compiler.*driver.*at its first run"):
         compile_ahead(bundle, SHAPES, tmp_path, platform="NPU4000")
-    options = ExportOptions("draft", device="npu", compiles_ahead=True)
     with pytest.raises(RuntimeUnavailable, match="no NPU compiler"):  # before the model is looked at: there is none
-        export_model(tmp_path / "nowhere", tmp_path / "out", options)
+        export_model(tmp_path / "nowhere", tmp_path / "out", ExportOptions("draft", device="npu", compiles_ahead=True))
     assert not list(tmp_path.iterdir())
 
 
@@ -334,8 +319,7 @@ def test_full_int8_runs_on_the_npus_path(
     assert torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean") < 0.01
     assert np.abs(found - expected).max() < 0.5
     quantize_fully(tiny_ir("qwen2"), tmp_path, [TOKENS], "tiny")
-    for name in (XML, "openvino_model.bin"):
-        assert (tmp_path / name).read_bytes() == (fully_quantized / name).read_bytes()
+    assert bytes_of(tmp_path) == bytes_of(fully_quantized)
 
 
 def test_missing_text_is_written_by_the_model(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
@@ -350,11 +334,9 @@ def test_missing_text_is_written_by_the_model(tiny_ir: Callable[..., Path], tiny
     assert texts[0][: len(TOKENS)] == TOKENS and texts[1] == long[:TEXT_TOKENS] and texts[2][:5] == long[TEXT_TOKENS:]
     assert len({text[0] for text in texts[3:]}) == NUM_TEXTS - 3
     assert all(0 <= token < TINY_VOCAB for text in texts for token in text)
-    assert complete_texts(core, model, [TOKENS, long]) == texts
-    assert complete_texts(core, model, texts) == texts
+    assert complete_texts(core, model, [TOKENS, long]) == complete_texts(core, model, texts) == texts
     with torch.inference_mode():
         source = load_causal_lm(tiny_model("llama"), torch.float32, "sdpa")
         logits = source(torch.tensor([texts[0]]), use_cache=False).logits[0].numpy()
-    params = SamplingParams(temperature=1.0, seed=0)
-    written = range(len(TOKENS), TEXT_TOKENS)
+    params, written = SamplingParams(temperature=1.0, seed=0), range(len(TOKENS), TEXT_TOKENS)
     assert [pick(logits[i - 1], params, i) for i in written] == texts[0][len(TOKENS) :]

@@ -18,12 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, build, load_fp32, truth_of, worst_delta
 from tests.quantized import read_blocks
+from tests.tiny_models import copy_source
 from tools.tiny_sources import make_tiny_model, make_tiny_source
 
 from outrider.export.convert import onnx_quantize
@@ -68,6 +70,17 @@ def graph(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
         return directory
 
     return make
+
+
+def made(directory: Path) -> Path:
+    """The directory, which was not there."""
+    directory.mkdir(parents=True)
+    return directory
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Every file by its name."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def config_of(source: Path, **changes: object) -> dict[str, object]:
@@ -137,62 +150,45 @@ def test_the_same_source_gives_the_same_bytes(
     """Another process in another place, inside a Git work tree, with another hash seed writes the same files, by the
     builder and by torch's exporter, plain and quantized, and prints nothing. Neither names a path.
     """
-    built, small, again = (tmp_path / name for name in ("one/built", "small", "two/deeper"))
-    for directory in (built, small, again):
-        directory.mkdir(parents=True)
+    built, small, again = (made(tmp_path / name) for name in ("one/built", "small", "two/deeper"))
     build_with_genai(source("gemma2"), built, "fp32", tmp_path / "one", "first")
-    assert sorted(path.name for path in built.iterdir()) == ["genai_config.json", "model.onnx", "model.onnx.data"]
+    assert sorted(files_of(built)) == ["genai_config.json", "model.onnx", "model.onnx.data"]
     quantize_weights(graph("bloom") / "model.onnx", small, 4)
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "77", "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", EXPORT, str(source("gemma2")), str(source("bloom")), str(again)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     for first, name in ((built, "built"), (graph("bloom"), "plain"), (small, "small")):
-        files = {path.name: path.read_bytes() for path in first.iterdir()}
-        assert files == {path.name: path.read_bytes() for path in (again / name).iterdir()}
-        for part in (str(tmp_path), str(Path.cwd()), "site-packages", ".py", "/main"):
-            assert part.encode() not in files["model.onnx"]
+        files = files_of(first)
+        assert files == files_of(again / name)
+        paths = (str(tmp_path), str(Path.cwd()), "site-packages", ".py", "/main")
+        assert not [part for part in paths if part.encode() in files["model.onnx"]]
 
 
 def test_building_fetches_and_executes_nothing(
     source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Code and pickles in the directory are not even seen, no socket is opened, and the source stays as it was."""
-    trapped = tmp_path / "trapped"
-    shutil.copytree(source("llama"), trapped)
-    config = config_of(trapped, auto_map={"AutoConfig": "trap.Config", "AutoModelForCausalLM": "trap.Model"})
-    (trapped / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (trapped / "trap.py").write_text("raise SystemExit('executed')", encoding="utf-8")
-    (trapped / "pytorch_model.bin").write_bytes(b"not a pickle")
-    (trapped / "adapter_config.json").write_text("{}", encoding="utf-8")
-    before = {path.name: path.read_bytes() for path in trapped.iterdir()}
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a socket was opened")
-
-    monkeypatch.setattr(socket, "socket", refuse)
-    monkeypatch.setattr(socket, "create_connection", refuse)
+    own_code = {"AutoConfig": "trap.Config", "AutoModelForCausalLM": "trap.Model"}
+    trapped = copy_source(source("llama"), tmp_path / "trapped", auto_map=own_code)
+    traps = {"trap.py": "raise SystemExit('executed')", "pytorch_model.bin": "no pickle", "adapter_config.json": "{}"}
+    for name, content in traps.items():
+        (trapped / name).write_text(content)
+    before = files_of(trapped)
+    for name in ("socket", "create_connection"):
+        monkeypatch.setattr(socket, name, Mock(side_effect=AssertionError("a socket was opened")))
     handlers, path = list(logging.getLogger().handlers), list(sys.path)
-    destination = tmp_path / "graph"
-    destination.mkdir()
-    build_with_genai(trapped, destination, "fp32", tmp_path / "work", "trapped")
-    assert {file.name: file.read_bytes() for file in trapped.iterdir()} == before
+    build_with_genai(trapped, made(tmp_path / "graph"), "fp32", tmp_path / "work", "trapped")
+    assert files_of(trapped) == before and not files_of(tmp_path / "work")
     assert logging.getLogger().handlers == handlers and sys.path == path
-    assert not list((tmp_path / "work").iterdir())
 
 
 def test_builder_failures_are_export_errors(source: Callable[[str], Path], tmp_path: Path) -> None:
     """What the builder raises is told with its words, and nothing is left behind."""
-    wrong = tmp_path / "wrong"
-    shutil.copytree(source("llama"), wrong)
-    (wrong / "config.json").write_text(
-        json.dumps(config_of(wrong, architectures=["BloomForCausalLM"])), encoding="utf-8"
-    )
-    destination = tmp_path / "graph"
-    destination.mkdir()
+    wrong = copy_source(source("llama"), tmp_path / "wrong", architectures=["BloomForCausalLM"])
     with pytest.raises(ExportError, match=r"building wrong with onnxruntime-genai failed: NotImplementedError"):
-        build_with_genai(wrong, destination, "fp32", tmp_path / "work", "wrong")
-    assert not list(destination.iterdir()) and not list((tmp_path / "work").iterdir())
+        build_with_genai(wrong, made(tmp_path / "graph"), "fp32", tmp_path / "work", "wrong")
+    assert not files_of(tmp_path / "graph") and not files_of(tmp_path / "work")
 
 
 def test_the_builders_files_run_under_onnxruntime_genai(source: Callable[[str], Path], tmp_path: Path) -> None:
@@ -225,8 +221,7 @@ def test_tied_embeddings_are_kept_once(tmp_path: Path) -> None:
         )
         path = build(source, tmp_path / f"graph-{tied}", "int4")
         blocks = read_blocks(path / "model.onnx")
-        assert ("model.embed_tokens.weight" in blocks) is not tied
-        assert blocks["lm_head.MatMul.weight"].bits == 8
+        assert ("model.embed_tokens.weight" in blocks) is not tied and blocks["lm_head.MatMul.weight"].bits == 8
         sizes[tied] = (path / "model.onnx.data").stat().st_size
     assert sizes[False] - sizes[True] == pytest.approx(5000 * 64 * (1 + 4 / BLOCK_SIZE), rel=0.01)
 
@@ -262,7 +257,7 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
     assert head and {part.bits for part in head} == {8}
     expected = truth_of(put_back(load_fp32(source(family)), tmp_path / "model.onnx"))
     assert worst_delta(OnnxRuntimeSequence(tmp_path, OPTIONS), expected) < 0.8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert sorted(files_of(tmp_path)) == ["model.onnx", "model.onnx.data"]
 
 
 def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None:
@@ -275,9 +270,7 @@ def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None
         "max_position_embeddings": 4096,
     }
     small = make_tiny_model("gemma3_text", tmp_path / "small", vocab_size=VOCAB, **fields)
-    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
-    wide.mkdir()
-    narrow.mkdir()
+    wide, narrow = made(tmp_path / "wide"), made(tmp_path / "narrow")
     export_with_dynamo(load_fp32(small), wide, "gemma3", "fp16")
     quantize_weights(wide / "model.onnx", narrow, 8)
     truth = truth_of(load_fp32(small))
@@ -295,8 +288,7 @@ def test_rotation_is_computed_for_new_tokens_only(graph: Callable[[str], Path]) 
     """A step's cost does not grow with cosines of positions that were rotated long ago."""
     nodes = onnx.load(graph("gpt_neox") / "model.onnx", load_external_data=False).graph.node
     kinds = [node.op_type for node in nodes]
-    assert kinds.count("RotaryEmbedding") == 2 and kinds.count("Cos") == 1
-    assert "Range" not in kinds and "ReduceMax" not in kinds
+    assert [kinds.count(kind) for kind in ("RotaryEmbedding", "Cos", "Range", "ReduceMax")] == [2, 1, 0, 0]
 
 
 def test_the_model_is_left_as_it_was(source: Callable[[str], Path]) -> None:
@@ -309,9 +301,8 @@ def test_the_model_is_left_as_it_was(source: Callable[[str], Path]) -> None:
         before = model(tokens).logits
         with recording_attention(model, Recording()) as recording:
             assert not torch.equal(model(tokens).logits, before)  # zeros in place of attention
-        assert recording.shapes == [(3, 16)]  # heads of 12, padded
-        assert model.config._attn_implementation == "eager"
-        assert torch.equal(model(tokens).logits, before)
+        assert torch.equal(model(tokens).logits, before) and model.config._attn_implementation == "eager"
+    assert recording.shapes == [(3, 16)]  # heads of 12, padded
 
 
 def test_attention_of_ones_own_is_refused(tmp_path: Path) -> None:
@@ -322,31 +313,27 @@ def test_attention_of_ones_own_is_refused(tmp_path: Path) -> None:
     model = transformers.FalconForCausalLM(config)
     with pytest.raises(ExportError, match="0 of the 2 layers of FalconForCausalLM call attention through"):
         export_with_dynamo(model, tmp_path, "falcon")
-    assert not list(tmp_path.iterdir())
+    assert not files_of(tmp_path)
 
 
 def test_what_cannot_be_quantized_is_refused(graph: Callable[[str], Path], tmp_path: Path) -> None:
     """A graph in which nothing is left to quantize, and one without its data: an error, and nothing is written."""
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    once.mkdir()
-    twice.mkdir()
+    once, twice = made(tmp_path / "once"), made(tmp_path / "twice")
     quantize_weights(graph("bloom") / "model.onnx", once, 8)
     with pytest.raises(ExportError, match="has no product with a constant matrix"):
         quantize_weights(once / "model.onnx", twice, 8)
     shutil.copyfile(graph("bloom") / "model.onnx", tmp_path / "model.onnx")
     with pytest.raises(ExportError, match=r"quantizing model\.onnx failed"):
         quantize_weights(tmp_path / "model.onnx", twice, 8)
-    assert not list(twice.iterdir())
+    assert not files_of(twice)
 
 
 def test_a_stored_graph_is_quantized_while_other_exports_link_it(
     graph: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before and meanwhile, or by one that was killed. Nobody's files are changed, and none is added to the store."""
-    stored, left, out = (tmp_path / name for name in ("stored", "left", "out"))
+    stored, left, out = tmp_path / "stored", made(tmp_path / "left"), made(tmp_path / "out")
     shutil.copytree(graph("gpt_neox"), stored)
-    for directory in (left, out):
-        directory.mkdir()
     with monkeypatch.context() as patch:
         for name in ("chmod", "utime"):  # as on a network's disk that belongs to another user
             patch.setattr(os, name, lambda *args, **kwargs: pytest.fail("changed a mode or a time"))

@@ -36,30 +36,27 @@ class Workers:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.workers = [WorkerGrammars(str(target_dir()), tokenizer.size) for _ in range(2)]
-        self.loop = asyncio.new_event_loop()
-        self.forgotten: list[int] = []
-        self.has_forgotten = threading.Condition()
+        self.loop, self.has_forgotten = asyncio.new_event_loop(), threading.Condition()
+        self.compiled, self.forgotten = list[int](), list[int]()
         self.fault: Exception | None = None
-        self.compiled: list[int] = []
         self.has_failed_to_forget = False
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
     async def call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        if self.fault is not None:
-            if method == "outrider_forget":
-                with self.has_forgotten:
-                    self.has_failed_to_forget = True
-                    self.has_forgotten.notify_all()
-            raise self.fault
         if method == "outrider_forget":
-            for worker in self.workers:
-                worker.forget(*args)
             with self.has_forgotten:
-                self.forgotten += args[0]
                 self.has_forgotten.notify_all()
-            return [None] * len(self.workers)
+                if self.fault is not None:
+                    self.has_failed_to_forget = True
+                    raise self.fault
+                self.forgotten += args[0]
+                for worker in self.workers:
+                    worker.forget(*args)
+                return [None] * len(self.workers)
         assert method == "outrider_compile"
+        if self.fault is not None:
+            raise self.fault
         if args[1] is not None:
             self.compiled.append(args[0])
         found = [worker.compile(*args) for worker in self.workers]
@@ -96,8 +93,14 @@ def workers(tokenizer: Tokenizer) -> Iterator[Workers]:
 
 @pytest.fixture
 def compiler(tokenizer: Tokenizer, workers: Workers) -> Iterator[GrammarCompiler]:
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, workers.grammars().build)) as made:
+    with compiling(tokenizer, workers.grammars()) as made:
         yield made
+
+
+def compiling(tokenizer: Tokenizer, elsewhere: GrammarsInWorkers | None) -> closing[GrammarCompiler]:
+    """A compiler that has grammars built there, or here."""
+    build = None if elsewhere is None else elsewhere.build
+    return closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build))
 
 
 def regex(index: int) -> GrammarSpec:
@@ -114,24 +117,20 @@ def test_workers_hold_what_the_server_asked_for(
     """The same text is allowed there as where the server compiles for itself; the server opens no library."""
     grammar = asked(compiler, regex(0))
     text = tokenizer.encode("elsewhere0123", add_special_tokens=False)
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as own:
+    with compiling(tokenizer, None) as own:
         truth = own.compile(regex(0)).state()
     for worker in workers.workers:
         state = worker.compiled(number_of(grammar)).state()
-        assert state.validate(text) == len(text) == truth.validate(text)
-        assert state.forced() == truth.forced()
-    assert "backend" not in vars(compiler._vocabulary)
-    assert asked(compiler, regex(0)).matchers is grammar.matchers
+        assert state.validate(text) == len(text) == truth.validate(text) and state.forced() == truth.forced()
+    assert "backend" not in vars(compiler._vocabulary) and asked(compiler, regex(0)).matchers is grammar.matchers
 
 
 def test_workers_let_go_what_nothing_stands_for(compiler: GrammarCompiler, workers: Workers) -> None:
     """A text that is in work keeps its grammar; what an owner's later grammars replace goes from all workers."""
     held = asked(compiler, regex(0))
-    numbers = [number_of(held)]
-    numbers += [number_of(asked(compiler, regex(index))) for index in range(1, MAX_CACHED_PER_OWNER + 3)]
+    numbers = [number_of(asked(compiler, regex(index))) for index in range(MAX_CACHED_PER_OWNER + 3)]
     gc.collect()
-    gone = set(numbers[1:3])
-    workers.wait_until(lambda: gone <= set(workers.forgotten))
+    workers.wait_until(lambda: set(numbers[1:3]) <= set(workers.forgotten))
     assert workers.workers[0].compiled(numbers[0]) and workers.workers[1].compiled(numbers[-1])
     del held
     workers.wait_until(lambda: numbers[0] in workers.forgotten)
@@ -154,12 +153,9 @@ def test_what_the_workers_lack_reaches_the_client(kind: str, tokenizer: Tokenize
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         return [[0.0, "", "grammar"], [0.0, "it is not there", kind]]
 
-    build = GrammarsInWorkers(workers.loop, call, lambda: None).build
+    made = GrammarsInWorkers(workers.loop, call, lambda: None)
     error = TokenizerError if kind == "tokenizer" else RuntimeUnavailable
-    with (
-        closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as compiler,
-        pytest.raises(error, match="not there"),
-    ):
+    with compiling(tokenizer, made) as compiler, pytest.raises(error, match="not there"):
         asked(compiler, regex(0))
 
 
@@ -185,7 +181,7 @@ def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Work
         raise AssertionError
 
     made = GrammarsInWorkers(workers.loop, never, lambda: None)
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, made.build)) as compiler:
+    with compiling(tokenizer, made) as compiler:
 
         async def run() -> list[Any]:
             texts = [compiler.compile_for(regex(index), b"%d" % (index % 3)) for index in range(15)]
@@ -200,11 +196,8 @@ def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Work
 
 
 def test_a_dead_engine_is_asked_for_nothing(tokenizer: Tokenizer, workers: Workers) -> None:
-    build = GrammarsInWorkers(workers.loop, workers.call, lambda: "vLLM's engine process has died").build
-    with (
-        closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as compiler,
-        pytest.raises(RequestError, match="engine has failed"),
-    ):
+    dead = GrammarsInWorkers(workers.loop, workers.call, lambda: "vLLM's engine process has died")
+    with compiling(tokenizer, dead) as compiler, pytest.raises(RequestError, match="engine has failed"):
         asked(compiler, regex(0))
     assert workers.compiled == []
 
@@ -218,9 +211,8 @@ def test_one_grammar_asked_for_by_many_is_built_once(compiler: GrammarCompiler, 
 
 def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarCompiler, workers: Workers) -> None:
     """A worker may keep a request's chooser until its place is used again: the text is over, so it holds nothing."""
-    grammar = asked(compiler, regex(0))
+    grammar, worker = asked(compiler, regex(0)), workers.workers[0]
     terms = Terms(1, SamplingParams(), 9, stop_ids=frozenset(grammar.stop_ids), grammar=number_of(grammar))
-    worker = workers.workers[0]
     choosers = RequestChoosers(worker)
     rows = [Asked(name, terms, 2, (), [1, 2]) for name in ("request", "one that begins later")]
     choosers.prepare(rows[:1], tokenizer.size, torch.device("cpu"))
@@ -228,9 +220,8 @@ def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarC
     worker.forget([number_of(grammar)])
     choosers.prepare(rows, tokenizer.size, torch.device("cpu"))
     refusals = choosers.settle({}).refusals
-    for each in rows:
-        code, message, _ = refusals[each.key]
-        assert code == "internal_error" and "let go" in message
+    found = [refusals[each.key] for each in rows]
+    assert all(code == "internal_error" and "let go" in message for code, message, _ in found)
 
 
 def test_texts_that_take_too_long_count_against_the_client(compiler: GrammarCompiler) -> None:
@@ -256,14 +247,12 @@ def test_a_client_holds_few_costly_grammars(
 ) -> None:
     """Each may take 20 MB for as long as a text has it. Another client of the owner, and other owners, go on."""
     monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", -1.0)
-    build = workers.grammars().build if is_elsewhere else None
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as compiler:
+    with compiling(tokenizer, workers.grammars() if is_elsewhere else None) as compiler:
         held = [asked(compiler, regex(index)) for index in range(MAX_COSTLY)]
         assert asked(compiler, regex(0)).spec == held[0].spec  # one that it has
         for _ in range(MAX_STRIKES + 1):  # who tries again as told is not locked out for it
-            with pytest.raises(RequestError, match=f"{MAX_COSTLY} grammars of this client are in use") as refusal:
+            with refused("too_many_grammars", 429, f"{MAX_COSTLY} grammars of this client are in use") as refusal:
                 asked(compiler, regex(99))
-        assert (refusal.value.code, refusal.value.status) == ("too_many_grammars", 429)
         assert refusal.value.retry_after_s
         assert asked(compiler, regex(99), b"one", b"another client") and asked(compiler, regex(99), b"another")
         del held[0], refusal

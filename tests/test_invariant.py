@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -22,6 +21,7 @@ from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, REPEATED, WRO
 from bench.plain_text import first_difference, plain_texts
 from numpy.typing import NDArray
 from rich.console import Console
+from tests.agents import slow
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
@@ -45,7 +45,6 @@ from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 NUM_WORKERS = 3
 NUM_TEXTS = {Policy.AUTO: 6, Policy.VERIFY: 3}
 MAX_TOKENS = 40
-HOT = "temperature 0.8"
 CASES = [
     *((mode, Policy.AUTO) for mode in MODES),
     # Waits for drafts, so that many are verified however fast the machine is. The other policy weighs measured times.
@@ -55,21 +54,13 @@ STEP_S = {Policy.AUTO: 0.002, Policy.VERIFY: 0.02}
 """The first lets drafts arrive between steps. The second is long beside a draft's way, so it is worth a wait."""
 
 
-def _sleeping(step_s: float) -> Callable[[Sequence[SequenceSlice]], None]:
-    return lambda batch: time.sleep(step_s)
-
-
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[Policy, FakeServer]]:
     """One verifier of each policy for all modes: no state of one mode may reach another."""
     with ExitStack() as stack:
         yield {
             policy: stack.enter_context(
-                serve_fake(
-                    config=EngineConfig(policy=policy),
-                    recent=MemoryStore(),
-                    runtime=FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=_sleeping(step_s)),
-                )
+                serve_fake(config=EngineConfig(policy=policy), recent=MemoryStore(), runtime=slow(step_s))
             )
             for policy, step_s in STEP_S.items()
         }
@@ -155,23 +146,27 @@ def num_hits(server: FakeServer) -> int:
     return server.core.recent.stats().counts.hits
 
 
+def own_texts(server: FakeServer, drafters: list[Drafter], mode: str, num: int) -> list[GenerationResult]:
+    """Texts of every kind, each the target's own bit for bit; no session stays open. num: of those without rules."""
+    results, size = list[GenerationResult](), fake_tokenizer().size
+    for requests in (_requests_of(name, num) for name in SAMPLINGS):
+        generated = asyncio.run(generate_all(mode, server.url, drafters, size, requests))
+        assert [result.tokens for result in generated] == plain_texts(FakeBatchRuntime(vocab_size=size), requests)
+        results += generated
+    server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
+    return results
+
+
 @pytest.mark.parametrize(("mode", "policy"), CASES)
 def test_every_mode_gives_the_targets_own_text(
     servers: dict[Policy, FakeServer], drafters: list[Drafter], mode: str, policy: Policy
 ) -> None:
-    """Bit for bit, greedy and sampled; no session stays open."""
+    """Greedy and sampled."""
     server = servers[policy]
     hits_before = num_hits(server)
-    results: list[GenerationResult] = []
-    for name in SAMPLINGS:
-        requests = _requests_of(name, NUM_TEXTS[policy])
-        expected = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), requests)
-        generated = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
-        assert [result.tokens for result in generated] == expected
-        results += generated
-    num_tokens = sum(len(result.tokens) for result in results)
-    num_tested = sum(result.num_tested for result in results)
-    num_accepted = sum(result.num_accepted for result in results)
+    results = own_texts(server, drafters, mode, NUM_TEXTS[policy])
+    counts = ((len(result.tokens), result.num_tested, result.num_accepted) for result in results)
+    num_tokens, num_tested, num_accepted = map(sum, zip(*counts, strict=True))
     # The mode did what it is for; otherwise equal texts would prove nothing.
     assert (num_hits(server) > hits_before) == (mode == REPEATED)
     if mode == CUT:
@@ -189,21 +184,14 @@ def test_every_mode_gives_the_targets_own_text(
         ranks = {rank for result in results for rank in result.hits}
         assert mode not in (PATH, "stop-and-wait") or ranks == {0}
         assert mode != "stream" or len(ranks) > 1  # alternatives, too
-    server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
 
 
 def test_the_verifiers_own_lookup_gives_the_targets_own_text(drafters: list[Drafter]) -> None:
-    """Bit for bit, with a device's drafts and without, greedy and sampled."""
-    size = fake_tokenizer().size
+    """With a device's drafts and without, greedy and sampled."""
     with serve_fake(config=EngineConfig(policy=Policy.VERIFY, looks_up=True)) as server:
         for mode in ("no draft", "stream"):
-            for name in SAMPLINGS:
-                requests = _requests_of(name, 2)
-                expected = plain_texts(FakeBatchRuntime(vocab_size=size), requests)
-                generated = asyncio.run(generate_all(mode, server.url, drafters, size, requests))
-                assert [result.tokens for result in generated] == expected
+            own_texts(server, drafters, mode, 2)
         assert server.core.engine.stats().totals.lookup_proposed > 0
-        server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
 
 
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
@@ -213,7 +201,7 @@ def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPat
     cells = [count for by_mode in counts.values() for count in by_mode.values()]
     assert len(cells) == len(SAMPLINGS) * len(MODES)
     assert all(count.num_texts == 2 and count.num_tokens > 0 for count in cells)
-    assert sum(count.num_resumed for by_mode in counts.values() for count in [by_mode[CUT]]) > 0
+    assert sum(by_mode[CUT].num_resumed for by_mode in counts.values()) > 0
     assert all(difference.is_near_tie for count in cells for difference in count.differences)
 
 
@@ -224,10 +212,9 @@ def test_drafts_of_every_runtime_keep_the_targets_text(
     """Each rounds in its own way and keeps its own cache; whatever it drafts, the text is the target's."""
     if kind == "emulated NPU":
         draft, choice = request.getfixturevalue("npu_pair").draft, DraftChoice(emulate_npu=True)
-        provider = EMULATED_NPU
     else:
         draft, choice = request.getfixturevalue("onnx_draft"), DraftChoice("onnxruntime")
-        provider = "CPUExecutionProvider"
+    provider = EMULATED_NPU if choice.emulate_npu else "CPUExecutionProvider"
     target = Bundle.open(reference_pair.target)
     with (
         open_lab(target.path, draft, choice) as lab,
@@ -235,7 +222,10 @@ def test_drafts_of_every_runtime_keep_the_targets_text(
     ):
         assert lab.placement.provider == provider and lab.placement.notes == ()
         vocab_size = target.manifest.architecture.vocab_size
-        requests = [*make_requests(lab, SAMPLINGS["greedy"], 1, 32), *make_requests(lab, SAMPLINGS[HOT], 2, 32)]
+        requests = [
+            *make_requests(lab, SAMPLINGS["greedy"], 1, 32),
+            *make_requests(lab, SAMPLINGS["temperature 0.8"], 2, 32),
+        ]
         expected = plain_texts(runtime, requests)
         num_tested = num_accepted = 0
         for mode in ("stop-and-wait", FAULTY):  # these draft at any speed of the draft model

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -51,11 +52,10 @@ SESSION = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 def test_messages_survive_however_their_bytes_are_cut(bodies: list[bytes], sizes: list[int]) -> None:
     """Each comes out once, whole and in order; between messages nothing is held."""
     data, reader, found = b"".join(map(framed, bodies)), MessageReader(), list[bytes]()
-    at, turn = 0, 0
-    while at < len(data):
-        size = sizes[turn % len(sizes)]
-        found += reader.feed(data[at : at + size])
-        at, turn = at + size, turn + 1
+    while data:
+        size, sizes = sizes[0], [*sizes[1:], sizes[0]]
+        found += reader.feed(data[:size])
+        data = data[size:]
     assert found == bodies and not reader.is_within
 
 
@@ -162,12 +162,10 @@ def test_a_commit_carries_the_acknowledgement() -> None:
         line.exchange(tree(), 1)
         line.send(tree(3))
         server.gate.open()
-        rest = list(line.events)
-        found = [event.taken for event in rest if isinstance(event, Commit | Taken) and event.taken is not None]
-        assert [num for num, _ in found] == [2] and all(0.0 <= held_ms < 1e3 * TIMEOUT_S for _, held_ms in found)
-        assert (
-            isinstance(rest[-1], SessionEnd) and line.raw.answer()[0] == 204
-        )  # with the session, before the body ends
+        *rest, end = line.events
+        ((num, held_ms),) = [event.taken for event in rest if isinstance(event, Commit | Taken) and event.taken]
+        assert num == 2 and 0.0 <= held_ms < 1e3 * TIMEOUT_S
+        assert isinstance(end, SessionEnd) and line.raw.answer()[0] == 204  # with the session, before the body ends
 
 
 def test_messages_over_the_budget_are_named_and_the_others_taken() -> None:
@@ -177,8 +175,7 @@ def test_messages_over_the_budget_are_named_and_the_others_taken() -> None:
         line.send(b"".join(tree(first) for first in range(0, 18, 3)))
         event = line.taken()
         assert event.taken[0] == 6 and event.refused and event.refused[-1] == 6 and event.error is None
-        line.send(tree())  # read after a pause
-        assert line.taken().taken[0] == 7
+        line.exchange(tree(), 7)  # read after a pause
         line.send(tree() * 200)
         assert line.refused() == (429, "rate_limited", "rate_limited")
         assert server.core.metrics.num_dropped["session"] > 60
@@ -333,30 +330,24 @@ def test_old_servers_and_old_devices_get_single_messages(monkeypatch: pytest.Mon
     """A device of today with protocol 2, and a device that knows nothing else with a server of today: it sees no field
     that it does not know.
     """
+    seen: list[bytes] = []
+
+    class Reading(DelayProxy):
+        def _parts(self, data: bytes, *, is_up: bool) -> Any:
+            if not is_up:
+                seen.append(data)
+            return super()._parts(data, is_up=is_up)
+
     with serve_paced(lambda server: sum(posts(server).values())) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with _Older("127.0.0.1", int(port)) as proxy:
             (result,), _ = generate(proxy.url)
         assert result.tokens == truth(asking(0, max_tokens=40)) and 1 < sum(posts(server).values()) <= result.num_posts
-        seen: list[bytes] = []
         monkeypatch.setattr(VerifierClient, "_begin_long", lambda *_: None)
-        with _Reading(host, int(port), seen) as reading:
+        with Reading(host, int(port)) as reading:
             (result,), _ = generate(reading.url)
         assert result.tokens == truth(asking(0, max_tokens=40)) and result.num_posts > 1
         assert b"accepted" in b"".join(seen) and b"taken" not in b"".join(seen)
-
-
-class _Reading(DelayProxy):
-    """Keeps what the server sends."""
-
-    def __init__(self, host: str, port: int, seen: list[bytes]) -> None:
-        super().__init__(host, port)
-        self._seen = seen
-
-    def _parts(self, data: bytes, *, is_up: bool) -> Any:
-        if not is_up:
-            self._seen.append(data)
-        return super()._parts(data, is_up=is_up)
 
 
 def test_a_loop_whose_time_stands_still_measures_no_negative_round_trip() -> None:
@@ -368,26 +359,20 @@ def test_a_loop_whose_time_stands_still_measures_no_negative_round_trip() -> Non
         def time(self) -> float:
             return super().time() - self.late_s
 
-    class Up:
-        async def post_drafts(self, session: str, message: DraftMessage) -> float:
-            return await line.post(message.body)
-
-    async def start(pieces: AsyncIterator[bytes]) -> None:
-        loop.late_s = 0.0  # the turn is over
-        async for _ in pieces:
-            line.follow(Taken(taken=(1, 0.0)))
-
     async def scenario() -> None:
+        async def start(pieces: AsyncIterator[bytes]) -> None:
+            loop.late_s = 0.0  # the turn is over
+            async for _ in pieces:
+                line.follow(Taken(taken=(1, 0.0)))
+
         sender = DraftSender(times.append)
-        sender.send(Up(), "session", DraftMessage("", b"a tree"))
+        line = LongRequest("http://x", start, ByteCounts(), rtt_s=0.0, step_s=0.0, on_unusable=lambda is_refused: None)
+        up: Any = SimpleNamespace(post_drafts=lambda _, message: line.post(message.body))
+        sender.send(up, "session", DraftMessage("", b"a tree"))
         await asyncio.gather(*sender._tasks)
         line.end(is_cut=True)
 
-    async def made() -> LongRequest:
-        return LongRequest("http://x", start, ByteCounts(), rtt_s=0.0, step_s=0.0, on_unusable=lambda is_refused: None)
-
     loop, times = Late(), list[float]()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        line = runner.run(made())
         runner.run(scenario())
     assert len(times) == 1 and times[0] >= 0.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -16,17 +16,6 @@ from outrider.models.process.machine_load import Counters, MachineLoad, read_cou
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"
 """Uses so much processor time, an interpreter's start included."""
-
-
-def load_between(monkeypatch: pytest.MonkeyPatch, *readings: Counters) -> MachineLoad:
-    """A load that has read these counters, two for each measurement."""
-    waiting = list(readings)
-    monkeypatch.setattr(machine_load, "read_counters", lambda beside: waiting.pop(0))
-    load = MachineLoad()
-    while waiting:
-        with load:
-            pass
-    return load
 
 
 def counters(
@@ -82,9 +71,12 @@ def test_others_are_reported_with_their_share_and_one_piece_of_advice(
     monkeypatch: pytest.MonkeyPatch, readings: tuple[Counters, ...], share: float, warning: str | None
 ) -> None:
     """Where they took more than a little, and enough was measured."""
-    load = load_between(monkeypatch, *readings)
-    assert load.other_share == pytest.approx(share)
-    assert load.warning() == warning
+    waiting, load = list(readings), MachineLoad()  # which reads two of them for each measurement
+    monkeypatch.setattr(machine_load, "read_counters", lambda beside: waiting.pop(0))
+    while waiting:
+        with load:
+            pass
+    assert load.other_share == pytest.approx(share) and load.warning() == warning
 
 
 def test_a_short_measurement_can_be_lengthened() -> None:
@@ -124,17 +116,11 @@ def test_processes_that_are_not_ours_are_noticed() -> None:
         for _ in range(num_busy):
             subprocess.run([sys.executable, "-c", orphan], check=True, stdout=writer)
         os.close(writer)
-        seen = b""
-        while seen.count(b"b") < num_busy:
-            seen += _read(reports)
-        with MachineLoad() as load:
-            while seen.count(b"e") < num_busy:
-                seen += _read(reports)
-    assert load.other_share > 0.3
-    assert load.warning() is not None
-
-
-def _read(reports: io.FileIO) -> bytes:
-    data = reports.read(64)
-    assert data, "a process ended too early"
-    return data
+        seen, load = b"", MachineLoad()
+        for mark, measured in ((b"b", nullcontext()), (b"e", load)):
+            with measured:
+                while seen.count(mark) < num_busy:
+                    data = reports.read(64)
+                    assert data, "a process ended too early"
+                    seen += data
+    assert load.other_share > 0.3 and load.warning() is not None

@@ -66,8 +66,8 @@ def through_ir(matrices: dict[str, Matrix], precision: Precision, device: Device
     """What the exported IR of these matrices holds."""
     with tempfile.TemporaryDirectory() as root:
         source, exported = Path(root) / "source", Path(root) / "exported"
-        for directory in (source, exported):
-            directory.mkdir()
+        source.mkdir()
+        exported.mkdir()
         write_ir(matrices, source)
         finish_ir(source, exported, "small", precision, device)
         return read_ir(exported / f"{IR_NAME}.xml")
@@ -80,8 +80,7 @@ def require_bound(name: str, stored: Stored, weights: Matrix) -> float:
         bound = np.full(exact.shape, 0.0)
     elif stored.bits == 16:
         bound = rounding_bound(exact, FP16, SMALLEST_FP16)
-    elif stored.scale_type == "f32":
-        assert stored.group == weights.shape[1], name
+    elif (stored.scale_type, stored.group) == ("f32", weights.shape[1]):
         bound = symmetric_bound(exact)
     else:
         assert stored.scale_type == "f16", name
@@ -91,6 +90,12 @@ def require_bound(name: str, stored: Stored, weights: Matrix) -> float:
     worst = np.unravel_index(np.argmax(error - bound), error.shape)
     assert error[worst] <= bound[worst], f"{name}{worst}: {exact[worst]} is off by {error[worst]}, bound {bound[worst]}"
     return float(np.divide(error, bound, out=np.zeros_like(error), where=bound > 0).max())
+
+
+def ordinary_weights(vocab: int, width: int, inner: int) -> dict[str, Matrix]:
+    rng = np.random.default_rng(0)
+    shapes = {"embedding": (vocab, width), "middle": (inner, width), "head": (vocab, inner)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -121,10 +126,7 @@ def test_the_formats_are_as_written_and_their_bounds_not_slack(
     precision: Precision, device: Device, form: dict[str, tuple[int, int, str]]
 ) -> None:
     """Bits, weights a scale and its type; the worst of ordinary weights uses most of the bound."""
-    rng = np.random.default_rng(0)
-    vocab, width, inner = SHAPES["large"]
-    shapes = {"embedding": (vocab, width), "middle": (inner, width), "head": (vocab, inner)}
-    matrices = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    matrices = ordinary_weights(*SHAPES["large"])
     stored = through_ir(matrices, precision, device)
     assert {name: (found.bits, found.group, found.scale_type) for name, found in stored.items()} == form
     for name, weights in matrices.items():
@@ -134,10 +136,7 @@ def test_the_formats_are_as_written_and_their_bounds_not_slack(
 @pytest.mark.parametrize(("width", "bits", "group"), [(192, 4, 64), (96, 4, 32), (160, 4, 32), (48, 8, 48)])
 def test_groups_of_int4_fit_the_width(width: int, bits: int, group: int) -> None:
     """64 weights a scale, 32 where 64 does not divide the row, and INT8 where 32 does not."""
-    rng = np.random.default_rng(0)
-    shapes = {"embedding": (16, width), "middle": (32, width), "head": (16, 32)}
-    matrices = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    middle = through_ir(matrices, "int4", "cpu")["middle"]
+    middle = through_ir(ordinary_weights(16, width, 32), "int4", "cpu")["middle"]
     assert (middle.bits, middle.group) == (bits, group)
 
 
@@ -188,11 +187,9 @@ def test_every_weight_of_a_cast_keeps_its_bound(precision: Precision, matrix: Ma
         require_range([source], precision)
         cast_weights([source], out, precision)
         cast = load_torch(out / source.name)["weights"]
-    assert cast.dtype == (torch.float16 if precision == "fp16" else torch.bfloat16)
-    stored = cast.double().numpy()
-    error = np.abs(stored - weights.astype(np.float64))
-    assert np.isfinite(stored).all()
-    assert (error <= rounding_bound(weights.astype(np.float64), unit, smallest)).all()
+    stored, exact = cast.double().numpy(), weights.astype(np.float64)
+    assert cast.dtype == (torch.float16 if precision == "fp16" else torch.bfloat16) and np.isfinite(stored).all()
+    assert (np.abs(stored - exact) <= rounding_bound(exact, unit, smallest)).all()
     if precision == "fp16":  # numpy rounds to nearest even
         np.testing.assert_array_equal(stored, weights.astype(np.float16).astype(np.float64))
 
@@ -242,11 +239,10 @@ def test_in_an_fp16_ir_only_matrices_are_halved(tiny_ir: Callable[..., Path], tm
 
 def _constants(directory: Path) -> dict[str, NDArray[Any]]:
     nodes = ov.Core().read_model(directory / f"{IR_NAME}.xml").get_ordered_ops()
-    constants = [node for node in nodes if node.get_type_name() == "Constant"]
     return {
         node.get_friendly_name(): node.get_data().copy()
-        for node in constants
-        if node.get_output_element_type(0).is_real()
+        for node in nodes
+        if node.get_type_name() == "Constant" and node.get_output_element_type(0).is_real()
     }
 
 
@@ -321,8 +317,7 @@ def test_every_weight_of_the_builders_graph_keeps_its_bound(
             require_block_bound(name, blocks[name], matrix, bits, unit)
         else:
             stored = arrays[name] if name == EMBEDDING else arrays[name].T
-            assert stored.dtype == np.float16
-            np.testing.assert_array_equal(stored, matrix.astype(np.float16))
+            np.testing.assert_array_equal(stored, matrix.astype(np.float16), strict=True)
     assert len(weights) == 12 and (len(blocks) == 0) == (precision == "fp16")
     positions, frequencies = np.arange(512)[:, None], 10_000.0 ** -(np.arange(8) / 8)
     for name, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
@@ -332,10 +327,11 @@ def test_every_weight_of_the_builders_graph_keeps_its_bound(
 
 def as_the_builder_names_them(tensors: dict[str, Matrix]) -> dict[str, Matrix]:
     """The matrices of a Qwen2-type model: those of query, key and value are one."""
-    renamed: dict[str, Matrix] = {}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and name != EMBEDDING:
-            renamed[name.replace("self_attn", "attn").replace(".weight", ".MatMul.weight")] = tensor
+    renamed = {
+        name.replace("self_attn", "attn").replace(".weight", ".MatMul.weight"): tensor
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and name != EMBEDDING
+    }
     for name in [name for name in renamed if "q_proj" in name]:
         parts = [renamed.pop(name.replace("q_proj", kind)) for kind in ("q_proj", "k_proj", "v_proj")]
         renamed[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts)

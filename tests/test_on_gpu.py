@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pick_twins import every_way, near_ties, row_kinds
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from outrider.cloud.vllm.terms import Terms
@@ -21,12 +22,16 @@ from outrider.export.check.runner import where_to_check
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import RECIPES, ExportOptions, RuntimeName
 from outrider.models.bundle.manifest import Precision, Role
-from outrider.models.picks.sampling import SamplingParams
+from outrider.models.picks import noise_torch
+from outrider.models.picks.row_terms import RowTerms
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams, noise_bits
+from outrider.models.picks.sampling_torch import choose_rows
 from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.processors.rows_torch import DraftedRows
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice, TreeRuntime
 
+NUM_IDS = 152_000
 GPU_RECIPES = [
     (role, runtime, precision)
     for (role, device, runtime), precisions in RECIPES.items()
@@ -85,6 +90,32 @@ def test_a_tree_on_cuda_has_the_logits_of_its_lines(family: str, tmp_path: Path)
     line = runtime.forward([SequenceSlice([*text, 8, 9, 11], 0, [1, 2], 3)])
     assert np.abs(np.concatenate([rows[1:3], moved]) - line).max() < 1e-3
     runtime.close()
+
+
+def test_the_noise_on_cuda_is_numpys() -> None:
+    """Every word of the hash, for seeds of both words and for late positions."""
+    torch = _torch_with_cuda()
+    ids, rng = np.arange(NUM_IDS), np.random.default_rng(0)
+    seeds = [0, 1, 2**32 - 1, MAX_SEED, *rng.integers(0, 2**63, 16).tolist()]
+    positions = [0, 1, 2**20, *rng.integers(0, 2**17, len(seeds) - 3).tolist()]
+    found = noise_torch.noise_bits(seeds, positions, torch.from_numpy(ids).cuda()).cpu().numpy()
+    for row, seed, position in zip(found, seeds, positions, strict=True):
+        assert np.array_equal(row, noise_bits(seed, position, ids)), (seed, position)
+
+
+def test_rows_on_cuda_are_picked_from_as_by_numpy() -> None:
+    """Each truncation, alone and together, of rows of every flatness, with ties, masks and faults."""
+    torch = _torch_with_cuda()
+    num_picks = num_near = 0
+    for kind, rows in row_kinds(np.random.default_rng(1), 1, NUM_IDS).items():
+        of = every_way(len(kind))
+        logits, positions = np.tile(rows, (len(of), 1)), [1 + 31 * row for row in range(len(of))]
+        own, more = [each for each, _ in of], [each if each and each.narrows else None for _, each in of]
+        there = torch.from_numpy(logits).cuda()
+        tokens = choose_rows(there, RowTerms.of(own, positions, more, there.device)).tolist()
+        num_near += near_ties(logits, own, positions, more, tokens)
+        num_picks += len(tokens)
+    assert num_near <= num_picks / 100
 
 
 def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:

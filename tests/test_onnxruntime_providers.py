@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import onnxruntime as ort
 import pytest
@@ -29,7 +30,7 @@ from outrider.models.runtimes.onnxruntime_providers import (
     choose_provider,
 )
 
-QNN = "QNNExecutionProvider"
+CUDA, QNN = "CUDAExecutionProvider", "QNNExecutionProvider"
 FIND = (
     "import json; from dataclasses import asdict; from outrider.models.runtimes.onnxruntime_plugins import "
     "register_plugins; print(json.dumps([asdict(each) for each in register_plugins()]))"
@@ -107,20 +108,22 @@ def test_outrider_devices_names_it_and_a_device_that_asks_for_it_says_why_it_is_
         "except RuntimeUnavailable as error: print(json.dumps([devices, str(error)]))",
         tmp_path,
     )
-    cpu, plugin = found[0]
-    assert (cpu["name"], cpu["device"], cpu["trial"]) == ("CPUExecutionProvider", "cpu", "run in our tests")
-    assert (plugin["name"], plugin["device"], plugin["trial"]) == (OPENVINO, None, NOT_RUN)
-    assert plugin["full_name"].startswith("from onnxruntime-ep-openvino, cannot be used: ")
-    assert f"no provider {OPENVINO}" in found[1] and "pip install onnxruntime-ep-openvino" in found[1]
-    assert "from onnxruntime-ep-openvino, cannot be used: " in found[1] and "/nowhere/provider.so" in found[1]
+    devices, error = found
+    assert [(each["name"], each["device"], each["trial"]) for each in devices] == [
+        (CPU, "cpu", "run in our tests"),
+        (OPENVINO, None, NOT_RUN),
+    ]
+    unusable = "from onnxruntime-ep-openvino, cannot be used: "
+    assert devices[1]["full_name"].startswith(unusable)
+    words = (f"no provider {OPENVINO}", "pip install onnxruntime-ep-openvino", unusable, "/nowhere/provider.so")
+    assert all(each in error for each in words), error
 
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     """Even where Python would: a folder with a model may hold anything."""
     package(tmp_path, "onnxruntime_qnn", "raise SystemExit('imported')")
     package(tmp_path, "windowsml", "raise SystemExit('imported')")
-    assert python(FIND, cwd=tmp_path) == []
-    (tmp_path / "onnxruntime_qnn.py").write_text("raise SystemExit('run')")
+    (tmp_path / "onnxruntime_ep_openvino.py").write_text("raise SystemExit('run')")
     assert python(FIND, cwd=tmp_path) == []
     (tmp_path / "elsewhere" / "onnxruntime_ep_webgpu").mkdir(parents=True)  # a folder and no package
     assert python(FIND, tmp_path, tmp_path / "elsewhere", cwd=tmp_path) == []
@@ -134,11 +137,11 @@ def test_what_windows_has_is_registered_and_what_it_would_download_is_only_named
         (OPENVINO, "NotPresent", ""),
     ]
     package(tmp_path, "windowsml", CATALOG.format(enter="pass", entries=entries))
-    found = {each["name"]: each for each in python(FIND, tmp_path)}
-    assert list(found) == ["VitisAIExecutionProvider", QNN, OPENVINO]
-    assert {each["source"] for each in found.values()} == {"windowsml"}
-    assert "vitis.dll" in found["VitisAIExecutionProvider"]["failure"] and "qnn.dll" in found[QNN]["failure"]
-    assert "has not downloaded it" in found[OPENVINO]["failure"] and f"'{OPENVINO}'" in found[OPENVINO]["failure"]
+    found = python(FIND, tmp_path)
+    vitis, qnn, openvino = (each.pop("failure") for each in found)
+    assert found == [{"name": name, "source": "windowsml"} for name, _, _ in entries]
+    assert "vitis.dll" in vitis and "qnn.dll" in qnn
+    assert "has not downloaded it" in openvino and f"'{OPENVINO}'" in openvino
 
 
 def test_a_catalog_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -159,26 +162,24 @@ def test_every_provider_that_we_know_of_has_a_kind_and_what_was_run_on_it() -> N
 
 def test_gpu_is_the_first_provider_that_is_there() -> None:
     """NVIDIA's comes first; Intel's takes the type of device as an option."""
-    assert choose_provider("gpu", [CPU, "CUDAExecutionProvider"]).name == "CUDAExecutionProvider"
-    intel = choose_provider("GPU", [OPENVINO, CPU])
-    assert (intel.name, intel.kind, intel.index) == (OPENVINO, "GPU", None)
-    second = choose_provider("gpu.1", ["CUDAExecutionProvider"])
-    assert (second.name, second.kind, second.index) == ("CUDAExecutionProvider", "GPU", 1)
-    assert choose_provider("cpu", []).name == "CPUExecutionProvider"
+    for asked, known, expected in (
+        ("gpu", [CPU, CUDA], (CUDA, "GPU", None)),
+        ("GPU", [OPENVINO, CPU], (OPENVINO, "GPU", None)),
+        ("gpu.1", [CUDA], (CUDA, "GPU", 1)),
+        ("cpu", [], (CPU, None, None)),
+    ):
+        found = choose_provider(asked, known)
+        assert (found.name, found.kind, found.index) == expected
     assert not choose_provider("NPU", []).may_be_cpu and choose_provider("prefer-npu", []).may_be_cpu
 
 
-class Settings:
-    """Takes the place of SessionOptions and notes the devices and options that a plug-in gets."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[list[Any], dict[str, str]]] = []
-
-    def add_session_config_entry(self, key: str, value: str) -> None:
-        assert key == "session.record_ep_graph_assignment_info"
-
-    def add_provider_for_devices(self, devices: list[Any], options: dict[str, str]) -> None:
-        self.given.append((devices, options))
+def applied(asked: str, *providers: str) -> tuple[dict[str, Any], list[Any]]:
+    """A session's arguments by a choice of these, and the devices and options that a plug-in gets."""
+    settings = MagicMock()
+    arguments = apply_choice(choose_provider(asked, providers), settings)
+    for entry in settings.add_session_config_entry.call_args_list:
+        assert entry.args[0] == "session.record_ep_graph_assignment_info"
+    return arguments, [call.args for call in settings.add_provider_for_devices.call_args_list]
 
 
 def found_device(name: str, kind: str) -> Any:
@@ -193,13 +194,11 @@ def test_a_plug_in_gets_the_device_that_was_asked_for(
     devices = [found_device(OPENVINO, kind) for kind in ("CPU", "GPU", "GPU", "NPU")]
     monkeypatch.setattr(ort, "get_ep_devices", lambda: devices)
     for asked, device in (("GPU", devices[1]), ("gpu.1", devices[2]), (OPENVINO, devices[3])):
-        settings = Settings()
-        assert apply_choice(choose_provider(asked, [OPENVINO]), settings) == {}
-        assert settings.given == [([device], {})]
+        assert applied(asked, OPENVINO) == ({}, [([device], {})])
     with pytest.raises(RuntimeUnavailable, match=r"only 2 of GPU behind OpenVINOExecutionProvider"):
-        apply_choice(choose_provider("GPU.2", [OPENVINO]), Settings())
+        applied("GPU.2", OPENVINO)
     del devices[1:]
-    apply_choice(choose_provider(OPENVINO, [OPENVINO]), Settings())
+    applied(OPENVINO, OPENVINO)
     assert "OpenVINOExecutionProvider: it has no device here but the CPU" in caplog.text
 
 
@@ -207,23 +206,21 @@ def test_a_registered_plug_in_gets_its_device_although_its_name_is_in_the_list_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As ONNX Runtime 1.31 lists it. By its name alone it would get no device, and the CPU would run the model."""
-    device, settings = found_device(QNN, "NPU"), Settings()
+    device = found_device(QNN, "NPU")
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU, QNN])
     monkeypatch.setattr(ort, "get_ep_devices", lambda: [device])
     monkeypatch.setattr(onnxruntime_providers, "register_plugins", lambda: (Plugin(QNN, "onnxruntime-qnn"),))
-    assert apply_choice(choose_provider(QNN, [QNN]), settings) == {}
-    assert settings.given == [([device], {})]
+    assert applied(QNN, QNN) == ({}, [([device], {})])
 
 
 def test_a_provider_that_is_built_in_gets_the_number_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an option, in the provider's own words; one that takes none refuses it."""
-    built_in = ["CUDAExecutionProvider", OPENVINO, "WebGpuExecutionProvider"]
+    built_in = [CUDA, OPENVINO, "WebGpuExecutionProvider"]
     monkeypatch.setattr(ort, "get_available_providers", lambda: built_in)
     for name, expected in zip(built_in, ({"device_id": "1"}, {"device_type": "GPU.1"}), strict=False):
-        arguments = apply_choice(choose_provider("GPU.1", [name]), Settings())
-        assert arguments == {"providers": [name], "provider_options": [expected]}
+        assert applied("GPU.1", name) == ({"providers": [name], "provider_options": [expected]}, [])
     with pytest.raises(ConfigError, match=r"WebGpuExecutionProvider takes no number of a device"):
-        apply_choice(choose_provider("GPU.1", built_in[2:]), Settings())
+        applied("GPU.1", *built_in[2:])
 
 
 def test_what_cannot_be_seen_is_not_taken_for_run() -> None:

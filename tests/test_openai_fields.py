@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import LocalEndpoint, chunks_of
-from tests.serving import EOS_ID, FakeServer, fake_tokenizer, target_tokens
+from tests.serving import EOS_ID, FakeServer, fake_tokenizer, save_fake_tokenizer, target_tokens
+from tokenizers import Tokenizer as Backend
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
@@ -33,10 +34,11 @@ def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 1e-8}, {"temperature": 9e-5}, {"top_p": 0}, {"top_p": 0.0}])
-def test_what_keeps_the_best_token_only_is_greedy(fields: dict[str, float]) -> None:
+@pytest.mark.parametrize("kind", [openai.CompletionRequest, openai.ChatRequest])
+def test_what_keeps_the_best_token_only_is_greedy(kind: type[openai.ChatRequest], fields: dict[str, float]) -> None:
     """OpenAI's ranges begin at 0; our sampler's do not."""
-    for kind, asks in ((openai.CompletionRequest, {"prompt": "a"}), (openai.ChatRequest, {"messages": MESSAGES})):
-        assert kind.model_validate({**asks, "seed": 7, **fields}).sampling() == SamplingParams(0.0, seed=7)
+    asked = {"prompt": "a", "messages": MESSAGES, "seed": 7, **fields}
+    assert kind.model_validate(asked).sampling() == SamplingParams(0.0, seed=7)
 
 
 @pytest.fixture(scope="module", params=["endpoint", "verifier"])
@@ -46,15 +48,18 @@ def client(request: pytest.FixtureRequest, cloud: FakeServer, local: LocalEndpoi
 
 
 def asked(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    whole: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
-    return ({"prompt": PROMPT} if path == "/v1/completions" else {}) | whole | fields
+    own = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
+    return own | {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True} | fields
 
 
-def complete(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+def complete(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> Any:
     answer = client.post(path, json=asked(path, fields))
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
+
+
+def text_of(client: httpx.Client, **fields: Any) -> str:
+    return str(complete(client, **fields)["choices"][0]["text"])
 
 
 def chunks(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> list[dict[str, Any]]:
@@ -62,8 +67,7 @@ def chunks(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -
 
 
 def refused(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> tuple[str, str | None]:
-    whole: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
-    answer = client.post(path, json=whole | fields)
+    answer = client.post(path, json=asked(path, fields))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     return error["code"], error["param"]
@@ -71,7 +75,6 @@ def refused(client: httpx.Client, path: str = "/v1/completions", **fields: Any) 
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "zip"}]
-CHAT_PROMPT = "user: zip\nassistant:"
 
 
 # logprobs
@@ -79,13 +82,10 @@ CHAT_PROMPT = "user: zip\nassistant:"
 
 def expected_logprobs(prompt: str, count: int, num_top: int) -> list[Any]:
     """Token by token, from the model's own rows."""
-    ids = fake_tokenizer().encode(prompt)
-    target, found = FakeSequenceRuntime(vocab_size=fake_tokenizer().size), []
-    row = target.extend(ids)
-    for token in target_tokens(ids, count, PARAMS):
-        found.append(logprobs_of(row, token, num_top))
-        row = target.extend([token])
-    return found
+    ids, target = fake_tokenizer().encode(prompt), FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
+    tokens = target_tokens(ids, count, PARAMS)
+    rows = [target.extend(ids), *(target.extend([token]) for token in tokens[:-1])]
+    return [logprobs_of(row, token, num_top) for row, token in zip(rows, tokens, strict=True)]
 
 
 def test_logprobs_of_a_completion(client: httpx.Client) -> None:
@@ -97,20 +97,12 @@ def test_logprobs_of_a_completion(client: httpx.Client) -> None:
     assert found["token_logprobs"] == pytest.approx([each.logprob for each in expected])
     spelled = [fake_tokenizer().token_bytes(each.token) for each in expected]
     assert b"".join(spelled).decode(errors="replace") == choice["text"]
-    for each, before, token, text, top, offset in zip(
-        expected,
-        [b"", *spelled[:-1]],
-        spelled,
-        found["tokens"],
-        found["top_logprobs"],
-        found["text_offset"],
-        strict=True,
-    ):
+    shown = (found[name] for name in ("tokens", "top_logprobs", "text_offset"))
+    for each, before, token, text, top, offset in zip(expected, [b"", *spelled[:-1]], spelled, *shown, strict=True):
         assert text == token.decode() if token.isascii() else text.startswith("bytes:\\x")
         assert top[text] == pytest.approx(each.logprob) and 3 <= len(top) <= 4
         assert max(top.values()) == pytest.approx(each.top[0][1])
-        if (before + token).isascii():
-            assert choice["text"][offset : offset + len(text)] == text
+        assert choice["text"][offset : offset + len(text)] == text or not (before + token).isascii()
     pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks(client, logprobs=3)]
     for name, values in found.items():
         assert [value for piece in pieces for value in piece[name]] == values
@@ -120,9 +112,9 @@ def test_logprobs_of_a_completion(client: httpx.Client) -> None:
 
 def test_logprobs_of_a_chat(client: httpx.Client) -> None:
     """Each token with its bytes, which may be half a character; streamed they are the same."""
-    (choice,) = complete(client, CHAT, messages=MESSAGES, logprobs=True, top_logprobs=2)["choices"]
+    (choice,) = complete(client, CHAT, logprobs=True, top_logprobs=2)["choices"]
     openai_answers.ChatLogprobs.model_validate(choice["logprobs"], strict=True)
-    found, expected = choice["logprobs"]["content"], expected_logprobs(CHAT_PROMPT, 24, 2)
+    found, expected = choice["logprobs"]["content"], expected_logprobs("user: zip\nassistant:", 24, 2)
     assert (
         bytes(byte for each in found for byte in each["bytes"]).decode(errors="replace") == choice["message"]["content"]
     )
@@ -130,22 +122,12 @@ def test_logprobs_of_a_chat(client: httpx.Client) -> None:
         assert each["logprob"] == pytest.approx(known.logprob)
         tokens = [fake_tokenizer().token_bytes(token) for token, _ in known.top]
         assert [bytes(top["bytes"]) for top in each["top_logprobs"]] == tokens
-    streamed = chunks(client, CHAT, messages=MESSAGES, logprobs=True, top_logprobs=2)
+    streamed = chunks(client, CHAT, logprobs=True, top_logprobs=2)
     pieces = [chunk["choices"][0]["logprobs"] for chunk in streamed]
     assert [each for piece in pieces if piece for each in piece["content"]] == found
-    (bare,) = complete(client, CHAT, messages=MESSAGES, logprobs=True)["choices"]
+    (bare,) = complete(client, CHAT, logprobs=True)["choices"]
     assert [each["top_logprobs"] for each in bare["logprobs"]["content"]] == [[]] * 24
     assert refused(client, CHAT, top_logprobs=2) == ("invalid_parameter", "top_logprobs")
-
-
-def test_logprobs_end_where_the_text_does(client: httpx.Client) -> None:
-    """The tokens after a stop string's beginning are left out, and so is the end token."""
-    text = complete(client)["choices"][0]["text"]
-    stop = text[9:12]
-    (choice,) = complete(client, logprobs=1, stop=stop)["choices"]
-    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
-    offsets = choice["logprobs"]["text_offset"]
-    assert offsets[0] == 0 and offsets[-1] < len(choice["text"])
 
 
 # n, best_of, echo, suffix
@@ -154,37 +136,28 @@ def test_logprobs_end_where_the_text_does(client: httpx.Client) -> None:
 def test_each_choice_has_a_seed_of_its_own(client: httpx.Client) -> None:
     """Choice i of each prompt is the text of `choice_seed(seed, i)`; the first is that of a call without n."""
     prompts = [PROMPT, "zip"]
-    alone = [
-        complete(client, prompt=prompt, seed=choice_seed(7, index))["choices"][0]["text"]
-        for prompt in prompts
-        for index in range(3)
-    ]
+    alone = [text_of(client, prompt=prompt, seed=choice_seed(7, index)) for prompt in prompts for index in range(3)]
     whole = complete(client, prompt=prompts, n=3)
-    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
-    assert [choice["text"] for choice in whole["choices"]] == alone and len(set(alone)) == 6
-    assert whole["seed"] == choice_seed(7, 0) == 7
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(alone))
+    assert len(set(alone)) == 6 and whole["seed"] == choice_seed(7, 0) == 7
     texts = [""] * 6
     for chunk in chunks(client, prompt=prompts, n=3):
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]
-    assert texts == alone
     num_prompt = sum(len(fake_tokenizer().encode(prompt)) for prompt in prompts)
-    assert whole["usage"]["prompt_tokens"] == num_prompt and whole["usage"]["completion_tokens"] == 6 * 24
+    assert texts == alone
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (num_prompt, 6 * 24)
 
 
 def test_choices_of_a_chat(client: httpx.Client) -> None:
     """Each with its message, and in a stream with its role."""
-    whole = complete(client, CHAT, messages=MESSAGES, n=2)
-    expected = [
-        complete(client, CHAT, messages=MESSAGES, seed=choice_seed(7, index))["choices"][0]["message"]
-        for index in range(2)
-    ]
-    assert [choice["message"] for choice in whole["choices"]] == expected
-    streamed = chunks(client, CHAT, messages=MESSAGES, n=2)
-    for index in range(2):
-        deltas = [each["choices"][0]["delta"] for each in streamed if each["choices"][0]["index"] == index]
-        assert deltas[0]["role"] == "assistant"
-        assert "".join(delta.get("content", "") for delta in deltas) == expected[index]["content"]
+    alone = [complete(client, CHAT, seed=choice_seed(7, index))["choices"][0]["message"] for index in range(2)]
+    assert [choice["message"] for choice in complete(client, CHAT, n=2)["choices"]] == alone
+    choices = [each["choices"][0] for each in chunks(client, CHAT, n=2)]
+    for index, message in enumerate(alone):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        assert (deltas[0]["role"], content) == ("assistant", message["content"])
 
 
 def test_the_prompt_runs_once_for_all_its_choices(cloud: FakeServer) -> None:
@@ -203,21 +176,19 @@ def test_the_best_of_several(client: httpx.Client) -> None:
     means = [sum(choice["logprobs"]["token_logprobs"]) / 24 for choice in alone]
     ranked = sorted(range(5), key=lambda index: -means[index])
     whole = complete(client, best_of=5, n=2)
-    assert [choice["text"] for choice in whole["choices"]] == [alone[index]["text"] for index in ranked[:2]]
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
-    assert [choice["logprobs"] for choice in whole["choices"]] == [None, None]
+    found = [(choice["text"], choice["index"], choice["logprobs"]) for choice in whole["choices"]]
+    assert found == [(alone[index]["text"], place, None) for place, index in enumerate(ranked[:2])]
     assert whole["usage"]["completion_tokens"] == 5 * 24
     assert best_choices([0.0, -1.0, -2.0, -2.0], 2, 1) == [0, 2]
 
 
 def test_echo(client: httpx.Client) -> None:
     """The text begins with the prompt: as it came, or the text of its ids."""
-    text = complete(client)["choices"][0]["text"]
-    assert complete(client, echo=True)["choices"][0]["text"] == PROMPT + text
-    assert complete(client, echo=True, prompt=fake_tokenizer().encode(PROMPT))["choices"][0]["text"] == PROMPT + text
-    streamed = chunks(client, echo=True)
-    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT + text
-    assert streamed[0]["choices"][0]["text"].startswith(PROMPT)
+    expected = PROMPT + text_of(client)
+    for prompt in (PROMPT, fake_tokenizer().encode(PROMPT)):
+        assert text_of(client, echo=True, prompt=prompt) == expected
+    pieces = [chunk["choices"][0]["text"] for chunk in chunks(client, echo=True)]
+    assert "".join(pieces) == expected and pieces[0].startswith(PROMPT)
 
 
 def test_suffix_needs_a_models_own_tokens(client: httpx.Client, tmp_path: Any) -> None:
@@ -226,10 +197,7 @@ def test_suffix_needs_a_models_own_tokens(client: httpx.Client, tmp_path: Any) -
     assert refused(client, suffix="end", echo=True) == ("invalid_parameter", "echo")
     with pytest.raises(RequestError, match="has no tokens to fill in text"):
         fill_in_prompt(fake_tokenizer(), "a", "b")
-    for names in (
-        ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
-        ["[SUFFIX]", "[PREFIX]"],
-    ):
+    for names in (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], ["[SUFFIX]", "[PREFIX]"]):
         tokenizer = with_tokens(tmp_path, names)
         one, two, *rest = (tokenizer.token_id(name) for name in names)
         before, after = tokenizer.encode("def f("), tokenizer.encode("return")
@@ -239,9 +207,6 @@ def test_suffix_needs_a_models_own_tokens(client: httpx.Client, tmp_path: Any) -
 
 
 def with_tokens(root: Any, names: list[str]) -> Tokenizer:
-    from tests.serving import save_fake_tokenizer
-    from tokenizers import Tokenizer as Backend
-
     save_fake_tokenizer(root)
     backend = Backend.from_file(str(root / "tokenizer.json"))
     backend.add_special_tokens(names)
@@ -253,17 +218,20 @@ def with_tokens(root: Any, names: list[str]) -> Tokenizer:
 
 
 def test_what_ends_a_text_may_be_shown(client: httpx.Client) -> None:
-    """`include_stop_str_in_output`: a stop string, and the text of a stop id; special ones are hidden all the same."""
-    text = complete(client)["choices"][0]["text"]
+    """`include_stop_str_in_output`: a stop string, and the text of a stop id; special ones are hidden all the same.
+    Logprobs end where the text does: those after a stop string's beginning are left out.
+    """
+    text = text_of(client)
     stop = text[9:12]
     end = text.index(stop)
-    assert complete(client, stop=[stop])["choices"][0]["text"] == text[:end]
-    assert complete(client, stop=[stop], include_stop_str_in_output=True)["choices"][0]["text"] == text[: end + 3]
+    (choice,) = complete(client, logprobs=1, stop=stop)["choices"]
+    offsets = choice["logprobs"]["text_offset"]
+    assert (choice["text"], choice["finish_reason"], offsets[0]) == (text[:end], "stop", 0) and offsets[-1] < end
+    assert text_of(client, stop=[stop], include_stop_str_in_output=True) == text[: end + 3]
     ids = target_tokens(fake_tokenizer().encode(PROMPT), 24, PARAMS)
     asked: dict[str, Any] = {"stop_token_ids": [ids[5]], "ignore_eos": False}
-    assert complete(client, **asked)["choices"][0]["text"] == fake_tokenizer().decode(ids[:5])
-    shown = complete(client, include_stop_str_in_output=True, **asked)["choices"][0]["text"]
-    assert shown == fake_tokenizer().decode(ids[:6])
+    assert text_of(client, **asked) == fake_tokenizer().decode(ids[:5])
+    assert text_of(client, include_stop_str_in_output=True, **asked) == fake_tokenizer().decode(ids[:6])
 
 
 def test_special_tokens_may_be_shown(client: httpx.Client) -> None:
@@ -272,9 +240,8 @@ def test_special_tokens_may_be_shown(client: httpx.Client) -> None:
     ids = target_tokens(fake_tokenizer().encode(prompt), 600, SamplingParams(1.0, seed=seed))
     assert EOS_ID in ids
     asked: dict[str, Any] = {"prompt": prompt, "seed": seed, "max_tokens": ids.index(EOS_ID) + 2}
-    hidden = complete(client, **asked)["choices"][0]["text"]
-    shown = complete(client, skip_special_tokens=False, **asked)["choices"][0]["text"]
-    assert "<|end|>" in shown and shown.replace("<|end|>", "") == hidden
+    shown = text_of(client, skip_special_tokens=False, **asked)
+    assert "<|end|>" in shown and shown.replace("<|end|>", "") == text_of(client, **asked)
 
 
 def test_a_prompts_last_tokens(client: httpx.Client) -> None:
@@ -282,7 +249,7 @@ def test_a_prompts_last_tokens(client: httpx.Client) -> None:
     expected = complete(client, prompt=fake_tokenizer().encode("zip the drafts")[-3:])
     found = complete(client, prompt="zip the drafts", truncate_prompt_tokens=3)
     assert found["choices"] == expected["choices"] and found["usage"]["prompt_tokens"] == 3
-    assert complete(client, CHAT, messages=MESSAGES, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
+    assert complete(client, CHAT, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
     assert complete(client, truncate_prompt_tokens=-1)["choices"] == complete(client)["choices"]
 
 
@@ -300,15 +267,13 @@ def test_usage_in_each_chunk(client: httpx.Client) -> None:
 )
 def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[str]) -> None:
     """The one that begins first, of those that a token completes; what may begin one is held back, and no more."""
-    found = [_StopString(stop) for stop in stops]
-    text = ""
+    found, text = [_StopString(stop) for stop in stops], ""
     for piece in pieces:
         text += piece
         ends = [each.push(piece) for each in found]
         assert [end is not None for end in ends] == [stop in text for stop in stops]
         for end, stop in zip(ends, stops, strict=True):
-            if end is not None:
-                assert len(text) - len(piece) + end == text.index(stop) + len(stop)
+            assert end is None or len(text) - len(piece) + end == text.index(stop) + len(stop)
         if any(stop in text for stop in stops):
             return
         for each, stop in zip(found, stops, strict=True):
@@ -317,8 +282,7 @@ def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[s
 
 def test_stop_strings_cost_little_whatever_the_text_is() -> None:
     """16 of 1,000 characters that nearly match all the time: work per character is bounded."""
-    stop = _StopString("a" * 999 + "c")
-    steps = 0
+    stop, steps = _StopString("a" * 999 + "c"), 0
 
     class Counted(list[int]):
         def __getitem__(self, index: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -19,11 +20,7 @@ from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import ProcessorPlan
-from outrider.models.runtimes.base import (
-    BranchingRuntime,
-    SequenceRuntime,
-    ShareableRuntime,
-)
+from outrider.models.runtimes.base import BranchingRuntime, ShareableRuntime
 from outrider.models.runtimes.mapped_scores import covers_of
 from outrider.models.runtimes.mapped_sequence import MappedSequence, mapped
 from outrider.models.text.vocabulary_map import VocabularyMap
@@ -54,12 +51,11 @@ def test_a_text_in_pieces_is_split_as_a_whole(kind: str) -> None:
 @given(ids=IDS, more=IDS)
 def test_cuts_do_not_depend_on_how_a_text_came(kind: str, ids: list[int], more: list[int]) -> None:
     """The same bytes, id by id and byte by byte."""
-    mapping, target = MAPS[kind], tokenizer_of("target")
-    text = b"".join(map(target.token_bytes, [each for each in ids + more if each not in target.special_ids]))
-    one = placed(mapping, [each for each in ids + more if each not in target.special_ids])
-    other = placed(mapping, [BYTES[byte] for byte in text])
-    assert (one.cut.since(0), one.tail) == (other.cut.since(0), other.tail)
-    assert one.cut.key == other.cut.key
+    target = tokenizer_of("target")
+    plain = [each for each in ids + more if each not in target.special_ids]
+    spelled = [BYTES[byte] for byte in b"".join(map(target.token_bytes, plain))]
+    one, other = (placed(MAPS[kind], each) for each in (plain, spelled))
+    assert (one.cut.since(0), one.tail, one.cut.key) == (other.cut.since(0), other.tail, other.cut.key)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
@@ -85,30 +81,21 @@ def test_scores_are_those_of_a_plain_twin(kind: str, data: st.DataObject, max_br
         assert sequence.length == len(text)
 
 
-class FailsOnce:
-    """A runtime whose next call fails when told so."""
+def failing() -> tuple[MappedSequence, list[ModelFault]]:
+    """A draft's sequence, and the faults of its next calls."""
+    faults: list[ModelFault] = []
 
-    def __init__(self, inner: SequenceRuntime) -> None:
-        self.inner, self.fails = inner, False
-        self.limits, self.truncate, self.close = inner.limits, inner.truncate, inner.close
+    def step(_: Sequence[int]) -> None:
+        if faults:
+            raise faults.pop()
 
-    @property
-    def length(self) -> int:
-        return self.inner.length
-
-    def extend(self, tokens: Sequence[int]) -> Row:
-        if self.fails:
-            self.fails = False
-            raise ModelFault("the device is gone")
-        return self.inner.extend(tokens)
+    return MappedSequence(fake("gpt2", 1, on_step=step), MAPS["gpt2"]), faults
 
 
 def test_the_target_s_own_tokenizer_costs_nothing() -> None:
     target = tokenizer_of("target")
-    mapping = VocabularyMap(target, target)
-    runtime = FakeSequenceRuntime(vocab_size=target.size)
-    assert mapped(runtime, target, target) is runtime
-    assert mapping.covered(range(target.size)) == 1.0
+    mapping, runtime = VocabularyMap(target, target), FakeSequenceRuntime(vocab_size=target.size)
+    assert mapped(runtime, target, target) is runtime and mapping.covered(range(target.size)) == 1.0
     ids = target.encode(TEXT)
     place = placed(mapping, ids)
     assert [*place.cut.since(0), *mapping.text.split(place.tail, place.cut.at_start).tokens] == ids
@@ -118,28 +105,21 @@ def test_the_target_s_own_tokenizer_costs_nothing() -> None:
 def test_the_map_says_what_it_covers(kind: str) -> None:
     mapping, target, draft = MAPS[kind], tokenizer_of("target"), tokenizer_of(kind)
     for index, token in enumerate(mapping.token_of.tolist()):
-        if token < mapping.num_tokens and index not in target.special_ids:
-            assert draft.token_bytes(token) == target.token_bytes(index)
+        is_known = token < mapping.num_tokens and index not in target.special_ids
+        assert not is_known or draft.token_bytes(token) == target.token_bytes(index)
     assert mapping.token_of[target.token_id(END)] == draft.token_id(END)
     assert 0.3 < mapping.covered(range(target.size)) < 1.0
 
 
-class Knows:
+class Knows(FakeSequenceRuntime):
     """A runtime that is sure of how a text goes on, and where it ends."""
 
     def __init__(self, kind: str, text: str) -> None:
-        self.inner, draft = fake(kind), tokenizer_of(kind)
-        end = draft.token_id(END)
-        assert end is not None
-        self.tokens = [*draft.encode(text), end]
-        self.limits, self.truncate, self.close = self.inner.limits, self.inner.truncate, self.inner.close
-
-    @property
-    def length(self) -> int:
-        return self.inner.length
+        super().__init__(vocab_size=MAPS[kind].num_tokens, max_branches=1)
+        self.tokens = [*tokenizer_of(kind).encode(text), *tokenizer_of(kind).eos_token_ids]
 
     def extend(self, tokens: Sequence[int]) -> Row:
-        self.inner.extend(tokens)
+        super().extend(tokens)
         row = np.zeros(self.limits.vocab_size, np.float32)
         row[self.tokens[min(self.length, len(self.tokens) - 1)]] = 15.0
         return row
@@ -152,17 +132,15 @@ def test_a_draft_that_knows_the_text_guesses_the_target_s_ids(kind: str) -> None
     for text in (TEXT[:200], "class Parser:\n    pass", "x = tokens[0] + 10", "return name"):
         ids = [*target.encode(text), *target.eos_token_ids]
         sequence = MappedSequence(Knows(kind, text), MAPS[kind])
-        guesses = [int(sequence.extend([index]).argmax()) for index in ids[:-1]]
-        assert guesses[-1] == ids[-1]
-        num_right += sum(guess == index for guess, index in zip(guesses, ids[1:], strict=True))
-        num_all += len(guesses)
+        is_right = [sequence.extend([index]).argmax() == after for index, after in itertools.pairwise(ids)]
+        assert is_right[-1]
+        num_right, num_all = num_right + sum(is_right), num_all + len(is_right)
     assert num_right > (0.75 if kind == "unigram" else 0.9) * num_all  # which writes indentations space by space
 
 
 def test_a_text_beyond_the_draft_s_positions_is_begun_at_its_later_half() -> None:
-    runtime = fake("gpt2", max_positions=256)
+    runtime, ids = fake("gpt2", max_positions=256), tokenizer_of("target").encode(TEXT * 3)
     sequence = MappedSequence(runtime, MAPS["gpt2"])
-    ids = tokenizer_of("target").encode(TEXT * 3)
     for start in range(0, len(ids), 7):
         assert np.isfinite(sequence.extend(ids[start : start + 7])).any()
         assert np.isfinite(sequence.extend_branches([ids[:2], ids[:1]])).any() and 0 < runtime.length <= 256
@@ -172,9 +150,8 @@ def test_a_text_beyond_the_draft_s_positions_is_begun_at_its_later_half() -> Non
 
 def test_another_text_is_read_from_its_own_place() -> None:
     """A long text leaves nothing behind by which a shorter one with the same beginning would be read too late."""
-    runtime = fake("gpt2", max_positions=256)
+    runtime, ids = fake("gpt2", max_positions=256), tokenizer_of("target").encode(TEXT * 4)
     sequence = MappedSequence(runtime, MAPS["gpt2"])
-    ids = tokenizer_of("target").encode(TEXT * 4)
     sequence.extend(ids)
     for length in (260, 200, 60):
         sequence.truncate(4)
@@ -186,12 +163,7 @@ def test_another_text_is_read_from_its_own_place() -> None:
 def test_a_long_text_is_seldom_read_again(max_branches: int) -> None:
     """Also where a drafted path goes to and fro over the place where the draft's positions end."""
     asked: list[int] = []
-    runtime = FakeSequenceRuntime(
-        vocab_size=MAPS["gpt2"].num_tokens,
-        max_positions=256,
-        max_branches=max_branches,
-        on_step=lambda tokens: asked.append(len(tokens)),
-    )
+    runtime = fake("gpt2", max_branches, max_positions=256, on_step=lambda tokens: asked.append(len(tokens)))
     sequence = MappedSequence(runtime, MAPS["gpt2"])
     ids = tokenizer_of("target").encode(TEXT * 5)
     for start in range(len(ids) - 12):
@@ -207,12 +179,10 @@ def test_a_long_text_is_seldom_read_again(max_branches: int) -> None:
 
 def test_texts_of_one_model_run_together() -> None:
     asked: list[int] = []
-    size = MAPS["pieces"].num_tokens
-    runtime = FakeSequenceRuntime(vocab_size=size, on_branches=lambda branches: asked.append(len(branches)))
+    runtime = fake("pieces", on_branches=lambda branches: asked.append(len(branches)))
     one = mapped(runtime, tokenizer_of("target"), tokenizer_of("pieces"))
     assert isinstance(one, MappedSequence) and isinstance(one, ShareableRuntime) and isinstance(one, BranchingRuntime)
-    other = one.open_sequence()
-    ids = tokenizer_of("target").encode("for index in range(10):\n    pass")
+    other, ids = one.open_sequence(), tokenizer_of("target").encode("for index in range(10):\n    pass")
     one.extend(ids[:4])
     other.extend(ids[:6])
     asked.clear()
@@ -225,12 +195,11 @@ def test_texts_of_one_model_run_together() -> None:
 
 
 def test_a_failed_call_leaves_the_text_as_it_was() -> None:
-    runtime = FailsOnce(fake("gpt2"))
-    sequence, twin = MappedSequence(runtime, MAPS["gpt2"]), PlainTwin("gpt2", row_of("gpt2"))
+    (sequence, faults), twin = failing(), PlainTwin("gpt2", row_of("gpt2"))
     ids = tokenizer_of("target").encode(TEXT[:120])
     sequence.extend(ids[:9])
     for start in (9, 10, 14):
-        runtime.fails = True
+        faults.append(ModelFault("the device is gone"))
         with pytest.raises(ModelFault):
             sequence.extend(ids[9:start] or ids[20:25])
         assert sequence.length == 9
@@ -239,14 +208,13 @@ def test_a_failed_call_leaves_the_text_as_it_was() -> None:
 
 def test_a_failed_call_for_a_row_that_is_no_longer_kept() -> None:
     """The draft's sequence ends where the text was cut, and runs its last token again."""
-    runtime = FailsOnce(fake("gpt2"))
-    sequence, twin = MappedSequence(runtime, MAPS["gpt2"]), PlainTwin("gpt2", row_of("gpt2"))
+    (sequence, faults), twin = failing(), PlainTwin("gpt2", row_of("gpt2"))
     ids = tokenizer_of("target").encode("class Parser: pass")
     sequence.extend(ids)
     sequence.draft.hold(sequence._places[-1].cut)
     for _ in range(2):
         sequence.draft.rows = type(sequence.draft.rows)(MAPS["gpt2"].num_tokens)
-        runtime.fails = True
+        faults.append(ModelFault("the device is gone"))
         with pytest.raises(ModelFault):
             sequence.extend(ids[1:2])
     assert_alike(sequence.extend(ids[1:2]), twin, [*ids, ids[1]])
@@ -267,10 +235,7 @@ def test_where_the_grammar_allows_no_scored_id_nothing_is_guessed() -> None:
 
 def test_a_normalizer_that_changes_the_text_asks_for_nothing_again() -> None:
     """Where the draft's tokens are not the text's bytes, only the text's end is a place between tokens."""
-    draft = tokenizer_of("normalized")
-    mapping = VocabularyMap(tokenizer_of("target"), draft)
-    ids = tokenizer_of("target").encode("naming\uff0ctokens")
-    covers = covers_of(mapping, placed(mapping, ids))
-    assert [cover.rest for cover in covers].count(b"") <= 2
-    assert len(covers) <= 2
+    target, draft = tokenizer_of("target"), tokenizer_of("normalized")
+    mapping, ids = VocabularyMap(target, draft), target.encode("naming\uff0ctokens")
+    assert len(covers_of(mapping, placed(mapping, ids))) <= 2
     assert np.isfinite(MappedSequence(FakeSequenceRuntime(vocab_size=draft.size), mapping).extend(ids)).any()

@@ -10,7 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import psutil
@@ -40,6 +44,22 @@ def command(name: str, pair: PairPaths, *more: str) -> list[str]:
     return [sys.executable, "-m", "outrider.edge.cli", name, *options, *more]
 
 
+@contextmanager
+def started(arguments: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that finds our modules and is killed at the end."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(arguments, env=environment, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def has_ended(*processes: psutil.Process) -> bool:
+    """Waits for them."""
+    return not psutil.wait_procs(processes, timeout=TIMEOUT_S)[1]
+
+
 def is_verifier(child: psutil.Process) -> bool:
     """Whether it runs one; a short program may have ended since it was listed."""
     try:
@@ -57,17 +77,12 @@ def address(shown: str) -> str:
 
 def test_ctrl_c_does_not_reach_a_child_on_windows_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process group of its own; `terminate` and `kill` need none there."""
-    started: list[object] = []
-
-    def refuse(*given: object, creationflags: int = 0, **options: object) -> None:
-        started.append(creationflags)
-        raise OSError("not on Windows")
-
+    popen = MagicMock(side_effect=OSError("not on Windows"))
     monkeypatch.setattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200, raising=False)
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     with pytest.raises(OSError, match="not on Windows"), child_process(["-m", "json"], ready_prefix=""):
         pass
-    assert started == [0x200]
+    assert [call.kwargs["creationflags"] for call in popen.call_args_list] == [0x200]
 
 
 def test_a_text_from_a_target_on_this_machine(reference_pair: PairPaths) -> None:
@@ -86,55 +101,42 @@ def test_a_text_from_a_target_on_this_machine(reference_pair: PairPaths) -> None
 def test_neither_of_both_outlives_the_other(reference_pair: PairPaths, killed: str, tmp_path: Path) -> None:
     """Also when it is killed. The verifier's end is an error with its last lines, and no request waits for another."""
     errors = tmp_path / "errors"
-    with (
-        errors.open("w") as stderr,
-        subprocess.Popen(
-            command("serve", reference_pair, "--port", "0"), stdout=subprocess.PIPE, stderr=stderr, text=True
-        ) as served,
-    ):
-        try:
-            assert served.stdout is not None
-            ready = served.stdout.readline()
-            assert ready.startswith("OUTRIDER_READY "), errors.read_text()
-            (verifier,) = psutil.Process(served.pid).children()
-            assert code_of(httpx.get(f"{address(errors.read_text())}/v1/model")) == (401, "unauthorized")
-            assert verifier.environ()["OUTRIDER_API_KEYS"] not in " ".join(verifier.cmdline())
-            assert httpx.get(f"{ready.split()[1]}/health/ready").status_code == 200
-            if killed == "the command":
-                served.kill()
-                assert not psutil.wait_procs([verifier], timeout=TIMEOUT_S)[1]
-            else:
-                verifier.kill()
-                assert served.wait(TIMEOUT_S) == 70
-                shown = errors.read_text()
-                assert (
-                    "the verifier of --target has ended: `-m outrider.cloud.server serve` ended with code -9" in shown
-                )
-                assert "Traceback" not in shown
-        finally:
+    options = command("serve", reference_pair, "--port", "0")
+    with errors.open("w") as stderr, started(options, stdout=subprocess.PIPE, stderr=stderr) as served:
+        assert served.stdout is not None
+        ready = served.stdout.readline()
+        assert ready.startswith("OUTRIDER_READY "), errors.read_text()
+        (verifier,) = psutil.Process(served.pid).children()
+        assert code_of(httpx.get(f"{address(errors.read_text())}/v1/model")) == (401, "unauthorized")
+        assert verifier.environ()["OUTRIDER_API_KEYS"] not in " ".join(verifier.cmdline())
+        assert httpx.get(f"{ready.split()[1]}/health/ready").status_code == 200
+        if killed == "the command":
             served.kill()
+            assert has_ended(verifier)
+        else:
+            verifier.kill()
+            assert served.wait(TIMEOUT_S) == 70
+            shown = errors.read_text()
+            assert "the verifier of --target has ended: `-m outrider.cloud.server serve` ended with code -9" in shown
+            assert "Traceback" not in shown
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
 def test_ctrl_c_while_the_target_loads_ends_both(reference_pair: PairPaths) -> None:
     """The child is in a session of its own, so the terminal does not tell it."""
-    with subprocess.Popen(command("run", reference_pair, "def f("), stderr=subprocess.PIPE, text=True) as running:
-        try:
-            parent = psutil.Process(running.pid)
+    with started(command("run", reference_pair, "def f("), stderr=subprocess.PIPE) as running:
+        parent = psutil.Process(running.pid)
 
-            def verifiers() -> list[psutil.Process]:
-                """Libraries start short programs while they are imported: Ctrl-C there is another matter."""
-                assert running.poll() is None
-                return [child for child in parent.children() if is_verifier(child)]
+        def verifiers() -> list[psutil.Process]:
+            """Libraries start short programs while they are imported: Ctrl-C there is another matter."""
+            assert running.poll() is None
+            return [child for child in parent.children() if is_verifier(child)]
 
-            wait_until(lambda: bool(verifiers()), TIMEOUT_S)
-            children = verifiers()
-            running.send_signal(signal.SIGINT)
-            assert running.wait(TIMEOUT_S) == 130
-            assert not psutil.wait_procs(children, timeout=TIMEOUT_S)[1]
-            assert running.stderr is not None and "Traceback" not in running.stderr.read()
-        finally:
-            running.kill()
+        wait_until(lambda: bool(verifiers()), TIMEOUT_S)
+        children = verifiers()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(TIMEOUT_S) == 130 and has_ended(*children)
+        assert running.stderr is not None and "Traceback" not in running.stderr.read()
 
 
 def test_a_text_whose_verifier_ends_is_an_error_at_once() -> None:
@@ -161,7 +163,7 @@ def test_a_module_reads_nothing_and_ends_with_what_started_it() -> None:
     """`with_parent` runs it as `python -m` does: its name, its arguments, an empty standard input."""
     code = "import sys, time; print(sys.argv[1:], sys.stdin.read(), flush=True); time.sleep(3600)"
     arguments = [sys.executable, "-m", with_parent.__name__, "timeit", "-n1", "-r1", code]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with started(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == f"{arguments[4:]} \n"
         process.stdin.close()  # as the system does when the parent has ended
@@ -192,8 +194,8 @@ def test_without_the_servers_packages_one_command_is_named(
     monkeypatch.setitem(sys.modules, "fastapi", None)
     for target, extras in ((str(tmp_path), "cloud"), ("reference", "cloud,export")):
         shown = outrider("run", "text", "--target", target, code=2).err
-        assert "needs the package 'fastapi'" in shown and f'run: pip install "outrider[{extras}]"\n' in shown
-        assert shown.count("\n") == 1
+        assert "needs the package 'fastapi'" in shown and shown.count("\n") == 1
+        assert f'run: pip install "outrider[{extras}]"\n' in shown
 
 
 def test_the_draft_beside_the_target_is_taken(tmp_path: Path) -> None:
@@ -201,15 +203,15 @@ def test_the_draft_beside_the_target_is_taken(tmp_path: Path) -> None:
     target, draft = tmp_path / "target", tmp_path / "draft"
     target.mkdir()
     draft.mkdir()
-    about = Console(quiet=True)
     for given, taken in ((["auto"], [str(draft)]), (["mine", "reference"], ["mine", "reference"])):
-        assert _bundles(ChatOptions(target=str(target), draft=given), str(target), about) == (target, taken)
+        found = _bundles(ChatOptions(target=str(target), draft=given), str(target), Console(quiet=True))
+        assert found == (target, taken)
 
 
 STUBBORN = """
 import os, signal, time
 signal.signal(signal.SIGTERM, lambda *_: open({told!r}, 'w').write('told'))
-open({started!r}, 'w').write(str(os.getpid()))
+open({began!r}, 'w').write(str(os.getpid()))
 while True:
     time.sleep(60.0)
 """
@@ -222,15 +224,6 @@ def test_a_child_command_gives_what_it_prints_or_fails() -> None:
         run_child_command(["-c", "raise SystemExit(2)"], "it did not work")
 
 
-def started_python(code: str) -> subprocess.Popen[bytes]:
-    """An interpreter that runs this code, with the same modules."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stderr=subprocess.DEVNULL,
-    )
-
-
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) -> None:
@@ -238,42 +231,34 @@ def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) ->
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
     child = f"import os, signal; open({str(fifo)!r}, 'w').write(str(os.getpid())); signal.pause()"
-    module = ["-m", with_parent.__name__, "timeit", "-n1", "-r1", child]
-    code = f"from outrider.models.process.child_command import run_child_command as run; run({module!r}, 'no')"
-    process = started_python(code)
-    try:
-        started = psutil.Process(int(fifo.read_text()))  # waits for the child
+    options = ["-m", with_parent.__name__, "timeit", "-n1", "-r1", child]
+    code = f"from outrider.models.process.child_command import run_child_command as run; run({options!r}, 'no')"
+    with started([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
+        module = psutil.Process(int(fifo.read_text()))  # waits for it
         process.send_signal(number)
         process.wait(TIMEOUT_S)
-        assert not psutil.wait_procs([started], timeout=TIMEOUT_S)[1]
-    finally:
-        process.kill()
-        process.wait()
+        assert has_ended(module)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
 def test_a_second_ctrl_c_ends_a_child_that_takes_its_time(tmp_path: Path) -> None:
     """The child ignores being told to end; it is killed long before its time is up."""
-    started, told = tmp_path / "started", tmp_path / "told"
-    os.mkfifo(started)
+    began, told = tmp_path / "began", tmp_path / "told"
+    os.mkfifo(began)
     os.mkfifo(told)
-    child = STUBBORN.format(started=str(started), told=str(told))
+    child = STUBBORN.format(began=str(began), told=str(told))
     code = (
         "from outrider.models.process import child_command\n"
         "child_command._GRACE_S = 1e6\n"
         f"child_command.run_child_command(['-c', {child!r}], 'no')"
     )
-    process = started_python(code)
-    try:
-        stubborn = psutil.Process(int(started.read_text()))  # waits for the child
+    with started([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
+        stubborn = psutil.Process(int(began.read_text()))  # waits for the child
         process.send_signal(signal.SIGINT)
         assert told.read_text() == "told"
         process.send_signal(signal.SIGINT)
         process.wait(TIMEOUT_S)
-        assert not psutil.wait_procs([stubborn], timeout=TIMEOUT_S)[1]
-    finally:
-        process.kill()
-        process.wait()
+        assert has_ended(stubborn)
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="this system pins nothing")

@@ -24,6 +24,7 @@ from outrider.models.text.tokenizer import Tokenizer
 
 VOCAB = 50
 WINDOW = 80
+Change = Callable[[NDArray[np.float32], int, int], NDArray[np.float32]]
 
 
 def source(tokens: Sequence[int], num_rows: int = 0) -> NDArray[np.float32]:
@@ -62,8 +63,7 @@ class Exact(SequenceSteps):
     """An export that is the source."""
 
     def __init__(self, max_positions: int = 512) -> None:
-        self.max_positions = max_positions
-        self.tokens: list[int] = []
+        self.max_positions, self.tokens = max_positions, list[int]()
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self.tokens += tokens
@@ -73,13 +73,27 @@ class Exact(SequenceSteps):
         del self.tokens[length:]
 
 
-class Noisy(Exact):
-    """As quantized weights are: a little off everywhere."""
+class Changed(Exact):
+    """An export with other rows. change: of rows, given the length of the sequence and the number of new tokens."""
+
+    def __init__(self, change: Change, max_positions: int = 512) -> None:
+        super().__init__(max_positions)
+        self.change = change
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         rows = super().run(tokens, num_rows)
-        noise: NDArray[np.float32] = 0.15 * np.sin(1e4 * rows)  # the same whenever the same is computed
-        return rows + noise
+        return self.change(rows, len(self.tokens), len(tokens))
+
+
+def noisy(rows: NDArray[np.float32], *_: int) -> NDArray[np.float32]:
+    """As quantized weights are: a little off everywhere, the same whenever the same is computed."""
+    noise: NDArray[np.float32] = 0.15 * np.sin(1e4 * rows)
+    return rows + noise
+
+
+def without_window(rows: NDArray[np.float32], length: int, _: int) -> NDArray[np.float32]:
+    """Attends everything, however long ago."""
+    return rows if length <= WINDOW else -rows
 
 
 class NoRollback(Exact):
@@ -87,14 +101,6 @@ class NoRollback(Exact):
 
     def truncate(self, length: int) -> None:
         pass
-
-
-class LastRowOnly(Exact):
-    """Correct for one new token, wrong for several on the cache."""
-
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        rows = super().run(tokens, num_rows)
-        return rows if num_rows in (1, 48) else rows[::-1]
 
 
 class InTrees(Exact):
@@ -114,31 +120,11 @@ class NoForks(InTrees):
         return super().run_branches(ways)
 
 
-class NotFinite(Exact):
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        return super().run(tokens, num_rows) * np.float32(np.nan)
-
-
-class TooNarrow(Exact):
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        return super().run(tokens, num_rows)[:, :-1]
-
-
-class NoWindow(Exact):
-    """Attends everything, however long ago."""
-
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        rows = super().run(tokens, num_rows)
-        return rows if len(self.tokens) <= WINDOW else -rows
-
-
 def test_the_source_itself_passes_and_is_reported(reference: ParityReference) -> None:
     """Four kinds of step, in the manifest with their numbers."""
     parity = check_parity(Exact(), reference, "fp32", "Exact")
-    assert [stage.name for stage in parity.stages] == [
-        "prefill", "cached step", "multi-token step", "step after rollback",
-    ]  # fmt: skip
-    assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6]
+    expected = {"prefill": 48, "cached step": 8, "multi-token step": 8, "step after rollback": 6}
+    assert [(stage.name, stage.rows) for stage in parity.stages] == list(expected.items())
     assert all(stage.max_delta == 0 and stage.argmax_agreement == 1 for stage in parity.stages)
 
 
@@ -154,11 +140,9 @@ def test_beyond_a_window_all_is_run_again(far_reference: ParityReference, tmp_pa
     assert len(far.main) - len(far.main_logits) >= WINDOW
 
 
-class OneTokenUnseen(Noisy):
+def one_token_unseen(rows: NDArray[np.float32], length: int, num_new: int) -> NDArray[np.float32]:
     """Quantized, and off by a little in cached steps only, as where one token of a long past is not attended."""
-
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        return super().run(tokens, num_rows) * np.float32(1.0 if len(self.tokens) == len(tokens) else 1.08)
+    return noisy(rows) * np.float32(1.0 if length == num_new else 1.08)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -166,9 +150,9 @@ def test_what_hides_in_the_noise_of_quantization_shows_against_the_exports_own_p
     precision: str, reference: ParityReference
 ) -> None:
     """Noise is the same in a step and in a prefill; a token that only one of them sees is not."""
-    assert check_parity(Noisy(), reference, precision, "Noisy").own_delta == 0
+    assert check_parity(Changed(noisy), reference, precision, "Noisy").own_delta == 0
     with pytest.raises(ParityFailure, match=r"differ by 0\.0\d+ from its own prefill"):
-        check_parity(OneTokenUnseen(), reference, precision, "OneTokenUnseen")
+        check_parity(Changed(one_token_unseen), reference, precision, "OneTokenUnseen")
 
 
 def test_a_runtime_that_takes_trees_is_run_with_one(far_reference: ParityReference) -> None:
@@ -182,40 +166,45 @@ def test_a_runtime_that_takes_trees_is_run_with_one(far_reference: ParityReferen
 
 def test_quantization_noise_passes_for_int8_and_not_for_fp32(reference: ParityReference) -> None:
     """Each precision has its own bounds."""
-    assert check_parity(Noisy(), reference, "int8", "Noisy").stages[0].max_delta > 0.1
+    assert check_parity(Changed(noisy), reference, "int8", "Noisy").stages[0].max_delta > 0.1
     with pytest.raises(ParityFailure, match=r"prefill.*fp32"):
-        check_parity(Noisy(), reference, "fp32", "Noisy")
+        check_parity(Changed(noisy), reference, "fp32", "Noisy")
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("make", "message"),
     [
         (NoRollback, "failed, step after rollback:"),
-        (LastRowOnly, "failed, multi-token step:"),
+        # Correct for one new token, wrong for several on the cache.
+        (
+            lambda: Changed(lambda rows, *_: rows if len(rows) in (1, 48) else rows[::-1]),
+            "failed, multi-token step:",
+        ),
         (NoForks, "failed, nodes of a tree:"),
-        (NotFinite, "not finite"),
-        (TooNarrow, r"shape \(48, 49\)"),
-        (NoWindow, "failed, prefill, beyond the window of 80:"),
+        (lambda: Changed(lambda rows, *_: rows * np.float32(np.nan)), "not finite"),
+        (lambda: Changed(lambda rows, *_: rows[:, :-1]), r"shape \(48, 49\)"),
+        (lambda: Changed(without_window), "failed, prefill, beyond the window of 80:"),
     ],
+    ids=["no rollback", "last row only", "no forks", "not finite", "too narrow", "no window"],
 )
 @pytest.mark.parametrize("precision", THRESHOLDS)
 def test_structural_errors_fail_at_every_precision(
-    kind: type[Exact], message: str, precision: str, far_reference: ParityReference
+    make: Callable[[], Exact], message: str, precision: str, far_reference: ParityReference
 ) -> None:
     """The message names the kind of step that is wrong, the error how much."""
     with pytest.raises(ParityFailure, match=message) as failure:
-        check_parity(kind(), far_reference, precision, "Broken")
+        check_parity(make(), far_reference, precision, "Broken")
     assert failure.value.relative_delta > 0.3
 
 
 def test_sequences_of_the_check_are_not_longer_than_the_exports(tokenizer: Tokenizer) -> None:
     """Those that end at the window never get beyond it; one token more is checked; 24 positions are enough."""
     at_window = make_reference(tokenizer, source, WINDOW, [WINDOW])
-    assert len(check_parity(NoWindow(WINDOW), at_window, "fp32", "Short").stages) == 4
+    assert len(check_parity(Changed(without_window, WINDOW), at_window, "fp32", "Short").stages) == 4
     beyond = make_reference(tokenizer, source, WINDOW + 1, [WINDOW, 200])
     assert len(check_parity(Exact(WINDOW + 1), beyond, "fp32", "Short").stages) == 8
     with pytest.raises(ParityFailure, match="beyond the window of 80"):
-        check_parity(NoWindow(WINDOW + 1), beyond, "fp32", "Short")
+        check_parity(Changed(without_window, WINDOW + 1), beyond, "fp32", "Short")
     least = make_reference(tokenizer, source, LEAST_POSITIONS)
     assert [stage.rows for stage in check_parity(Exact(LEAST_POSITIONS), least, "fp32", "Short").stages] == [8, 8, 8, 6]
     with pytest.raises(ExportError, match="needs 24 positions, the export holds 23"):
@@ -229,17 +218,17 @@ def test_several_windows_and_original_lengths_are_all_passed(tokenizer: Tokenize
     assert [name.rpartition(" of ")[2] for name in names[4::4]] == ["32", "80", "90", "120"]
 
 
+def slightly_off(rows: NDArray[np.float32], *_: int) -> NDArray[np.float32]:
+    return rows * np.float32(1 + 5e-5)
+
+
 def test_an_error_far_beyond_the_usual_of_a_recipe_is_no_rounding(reference: ParityReference) -> None:
     """Within the precision's own bound: the bound is five times the recipe's median where that is lower."""
-
-    class SlightlyOff(Exact):
-        def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-            return super().run(tokens, num_rows) * np.float32(1 + 5e-5)
-
-    assert check_parity(SlightlyOff(), reference, "fp32", "Exact").max_relative_delta == 1e-4
-    assert check_parity(SlightlyOff(), reference, "fp32", "Exact", usual_delta=1e-5).max_relative_delta == 5e-5
+    for usual, expected in ((None, 1e-4), (1e-5, 5e-5)):
+        found = check_parity(Changed(slightly_off), reference, "fp32", "Exact", usual_delta=usual)
+        assert found.max_relative_delta == expected
     with pytest.raises(ParityFailure, match=r"at most 4e-06 for fp32"):
-        check_parity(SlightlyOff(), reference, "fp32", "Exact", usual_delta=8e-7)
+        check_parity(Changed(slightly_off), reference, "fp32", "Exact", usual_delta=8e-7)
 
 
 def test_the_usual_error_is_the_median_of_the_measured_table_and_grows_with_the_model() -> None:
@@ -261,11 +250,8 @@ class Batched(Exact, BatchSteps):
 
     def __init__(self, blur: Callable[[int, int, bool], float] = lambda own, other, is_neighbour: 0.0) -> None:
         Exact.__init__(self)
-        self.num_positions, self.max_neighbour = 512, 448
-        self.blur = blur
-        self.neighbour: list[int] = []
-        self.first_position = 0
-        self.last_positions: list[int] = []
+        self.num_positions, self.max_neighbour, self.first_position, self.blur = 512, 448, 0, blur
+        self.neighbour, self.last_positions = list[int](), list[int]()
 
     def begin_neighbour(self, first_position: int) -> None:
         self.neighbour, self.first_position = [], first_position

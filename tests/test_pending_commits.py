@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import advance, move_root, position_of
+from tests.pending_drafts import advance, move_root, nodes_below, position_of
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
@@ -26,12 +26,6 @@ def shape_of(node: PendingNode) -> tuple[object, ...]:
     return node.token, node.position, node.kind, node.best and node.best.token, below
 
 
-def nodes_below(node: PendingNode) -> Iterator[PendingNode]:
-    for child in (node.children or {}).values():
-        yield child
-        yield from nodes_below(child)
-
-
 @st.composite
 def messages(draw: st.DrawFn, committed: Sequence[int], first: int) -> TreeDraft | list[int]:
     """A tree of a device that is not far behind, or a path."""
@@ -44,91 +38,77 @@ def messages(draw: st.DrawFn, committed: Sequence[int], first: int) -> TreeDraft
     return TreeDraft(base, first, [draw(token) for _ in range(count)], parents, levels)
 
 
+def take(drafting: Drafting, drafts: PendingDrafts, message: TreeDraft | list[int], base: int = 0) -> None:
+    if isinstance(message, TreeDraft):
+        drafting.merge_tree(drafts, message, 1.0)
+    else:
+        drafting.merge(drafts, base, [message], 1.0)
+
+
 class Side:
     """A session, whose commits are learned from at once or later."""
 
     def __init__(self, is_late: bool) -> None:
-        self.drafting = Drafting(8, Policy.AUTO)
+        self.drafting, self.is_late = Drafting(8, Policy.AUTO), is_late
         self.drafts = self.drafting.pending(b"", [], 1000, DraftHints(lag_ms=5.0))
-        self.is_late = is_late
 
-    def take(self, message: TreeDraft | list[int], base: int) -> None:
-        if isinstance(message, TreeDraft):
-            self.drafting.merge_tree(self.drafts, message, 1.0)
-        else:
-            self.drafting.merge(self.drafts, base, [message], 1.0)
+    def shown(self) -> tuple[object, ...]:
+        """What is pending."""
+        trie = self.drafts.trie
+        return shape_of(trie.root), bool(trie), trie.has_device_nodes
 
-    def look_up(self, path: Sequence[int]) -> None:
-        self.drafts.trie.merge(path, [PROMPT_KINDS[2]] * len(path))
+    def learned(self) -> tuple[object, ...]:
+        """By the session, and by its client."""
+        drafts, others = self.drafts, self.drafting.learned(b"")
+        chances = drafts.chances.rates(), drafts.chances.beta, others.chances.rates()
+        return chances, drafts.acceptance.rates(8), others.acceptance.rate
 
     def commit(self, tokens: list[int]) -> int:
         drafts = self.drafts
-        pending = drafts.trie.likeliest_of_device(8)
         drafts.committed += tokens
         if self.is_late:
             return drafts.follow(tokens, teaches_path=True)
-        looked_up = advance(drafts, tokens)
-        drafts.acceptance.observe(pending, tokens)
-        return looked_up
+        drafts.acceptance.observe(drafts.trie.likeliest_of_device(8), tokens)
+        return advance(drafts, tokens)
 
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_what_is_learned_later_is_the_same(data: st.DataObject) -> None:
     """Messages, lookups and commits in any order: the pending nodes at once, counts and rates once it is settled."""
-    now, late = Side(False), Side(True)
-    first = 0
+    now, late, first = Side(False), Side(True), 0
     for _ in range(data.draw(st.integers(1, 6))):
         for _ in range(data.draw(st.integers(0, 2))):
             message = data.draw(messages(now.drafts.committed, first))
             first += len(message.tokens) if isinstance(message, TreeDraft) else 0
             base = len(now.drafts.committed) - data.draw(st.integers(0, min(1, len(now.drafts.committed))))
             for side in (now, late):
-                side.take(message, base)
+                take(side.drafting, side.drafts, message, base)
         if data.draw(st.booleans()):
             path = [data.draw(token) for _ in range(3)]
             late.drafts.settle()
             for side in (now, late):
-                side.look_up(path)
+                side.drafts.trie.merge(path, [PROMPT_KINDS[2]] * len(path))
         tokens = [data.draw(token) for _ in range(data.draw(st.integers(1, 4)))]
-        assert now.commit(tokens) == late.commit(list(tokens))
-        assert shape_of(now.drafts.trie.root) == shape_of(late.drafts.trie.root)
-        assert bool(now.drafts.trie) == bool(late.drafts.trie)
-        assert now.drafts.trie.has_device_nodes == late.drafts.trie.has_device_nodes
+        assert now.commit(tokens) == late.commit(list(tokens)) and now.shown() == late.shown()
         if data.draw(st.booleans()):
             late.drafts.settle()
     late.drafts.settle()
     late.drafts.settle()  # a second time changes nothing
-    a, b = now.drafts, late.drafts
-    assert (a.trie.num_nodes, a.trie.num_looked_up) == (b.trie.num_nodes, b.trie.num_looked_up)
-    here = list(nodes_below(b.trie.root))
-    assert b.trie.num_nodes == len(here) and b.trie.num_looked_up == sum(is_looked_up(node.kind) for node in here)
-    assert [position_of(a.trie, n) for n in range(first)] == [position_of(b.trie, n) for n in range(first)]
-    assert a.chances.rates() == b.chances.rates() and a.chances.beta == b.chances.beta
-    assert a.acceptance.rates(8) == b.acceptance.rates(8)
-    learned = [side.drafting.learned(b"") for side in (now, late)]
-    assert learned[0].acceptance.rate == learned[1].acceptance.rate
-    assert learned[0].chances.rates() == learned[1].chances.rates()
-
-
-def test_a_second_commit_settles_the_first() -> None:
-    """Each step's lesson is learned, even where nothing ran between two commits."""
-    drafts = Side(True).drafts
-    drafts.trie.merge([1, 2, 3])
-    drafts.follow([1], teaches_path=True)
-    before = drafts.acceptance.rate
-    drafts.follow([2], teaches_path=True)
-    assert drafts.acceptance.rate > before and len(drafts.trie.passed) == 1
-    drafts.settle()
-    assert drafts.trie.num_nodes == 1 and not drafts.trie.passed
+    here = [is_looked_up(node.kind) for _, node in nodes_below(late.drafts.trie.root)]
+    expected = len(here), sum(here)
+    assert all((trie.num_nodes, trie.num_looked_up) == expected for trie in (now.drafts.trie, late.drafts.trie))
+    places = [[position_of(side.drafts.trie, number) for number in range(first)] for side in (now, late)]
+    assert places[0] == places[1] and now.learned() == late.learned()
 
 
 def test_a_dropped_node_takes_no_message_after_its_commit() -> None:
     """Its siblings are dropped late, but before anything is merged below them."""
     side = Side(True)
-    side.take(TreeDraft(0, 0, [1, 2], [ROOT, ROOT], [15, 9]), 0)
+    take(side.drafting, side.drafts, TreeDraft(0, 0, [1, 2], [ROOT, ROOT], [15, 9]))
     side.commit([1])
-    side.take(TreeDraft(0, 2, [3], [1], [15]), 0)  # below the one that the commit contradicts
+    # Below the one that the commit contradicts.
+    take(side.drafting, side.drafts, TreeDraft(0, 2, [3], [1], [15]))
     assert side.drafts.trie.num_nodes == 0 and position_of(side.drafts.trie, 2) == -1
 
 
@@ -159,9 +139,7 @@ def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) 
 
 def plain_line(drafts: PendingDrafts, max_draft: int) -> tuple[list[int], list[float]]:
     """The likeliest path and its survivals, step by step."""
-    tokens: list[int] = []
-    survivals: list[float] = []
-    node = drafts.trie.root.best
+    tokens, survivals, node = list[int](), list[float](), drafts.trie.root.best
     while node is not None and len(tokens) < min(max_draft, drafts.num_left - 1):
         unhinted = drafts.acceptance.rates(max_draft)[len(tokens)]
         chance = unhinted if node.kind == UNHINTED else drafts.chances.rates()[node.kind]
@@ -199,11 +177,7 @@ def test_the_choice_is_the_plain_ones(data: st.DataObject) -> None:
     everyone = []
     for number in range(data.draw(st.integers(1, 6))):
         drafts = drafting.pending(b"%d" % (number % 2), [], data.draw(st.integers(2, 20)), DraftHints())
-        message = data.draw(messages([], 0))
-        if isinstance(message, TreeDraft):
-            drafting.merge_tree(drafts, message, 0.0)
-        else:
-            drafting.merge(drafts, 0, [message], 0.0)
+        take(drafting, drafts, data.draw(messages([], 0)))
         tokens = [data.draw(token) for _ in range(data.draw(st.integers(0, 2)))]
         drafts.committed += tokens
         drafts.follow(tokens, teaches_path=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import commit, line_message, move_root, pending, position_of, timed
+from tests.pending_drafts import commit, line_message, move_root, nodes_below, pending, position_of, timed
 
 from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
@@ -17,22 +17,13 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts, likeliest_path
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
-from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie, PendingNode
+from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
-
-PROMPT = [3, 1, 4, 1, 5]
 
 
 def paths_in(trie: DraftTrie) -> set[tuple[int, ...]]:
     """The path of every pending node."""
-    found: set[tuple[int, ...]] = set()
-    stack: list[tuple[tuple[int, ...], PendingNode]] = [((), trie.root)]
-    while stack:
-        path, parent = stack.pop()
-        below = [((*path, child.token), child) for child in (parent.children or {}).values()]
-        found.update(longer for longer, _ in below)
-        stack += below
-    return found
+    return {path for path, _ in nodes_below(trie.root)}
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------
@@ -45,8 +36,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[TreeDraft], list[tuple[i
     The device sends each message at a base; it arrives at that base or later, twice, or never.
     """
     text = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    messages: list[TreeDraft] = []
-    number = 0
+    messages, number = list[TreeDraft](), 0
     for _ in range(draw(st.integers(1, 6))):
         size = draw(st.integers(1, 4))
         parents = [draw(st.sampled_from([ROOT, *range(number + i)])) if number + i else ROOT for i in range(size)]
@@ -68,39 +58,33 @@ def test_lost_repeated_and_reordered_messages_leave_a_subset_of_the_faultless_tr
 ) -> None:
     """What is pending: the nodes all of whose ancestors arrived, as far as they go on from the commits."""
     text, messages, arrivals = history
-    trie, committed = DraftTrie(), list[int]()
+    trie = DraftTrie()
     nodes: dict[int, tuple[int, int, int]] = {}  # of the messages that arrived: base, parent, token
     for now in range(len(text) + 1):
-        if now:
-            committed.append(text[now - 1])
-            move_root(trie, text[now - 1])
+        committed = tuple(text[:now])
+        trie.follow(committed[-1:])
+        trie.settle()
         for message in (messages[index] for at, index in arrivals if at == now):
             trie.merge_tree(message, committed)
             for i, (token, parent) in enumerate(zip(message.tokens, message.parents, strict=True)):
                 nodes[message.first + i] = message.base, parent, token
         paths: dict[int, tuple[int, ...]] = {}
-        for number in sorted(nodes):
-            base, parent, token = nodes[number]
-            if parent == ROOT:
-                paths[number] = (*text[:base], token)
-            elif parent in paths:
-                paths[number] = (*paths[parent], token)
-        live = {path[now:] for path in paths.values() if len(path) > now and path[:now] == tuple(committed)}
+        for number, (base, parent, token) in sorted(nodes.items()):
+            if parent == ROOT or parent in paths:
+                paths[number] = (*(text[:base] if parent == ROOT else paths[parent]), token)
+        live = {path[now:] for path in paths.values() if len(path) > now and path[:now] == committed}
         assert paths_in(trie) == live
-        assert trie.num_nodes == len(live) and trie.num_looked_up == 0
+        assert (trie.num_nodes, trie.num_looked_up) == (len(live), 0)
         assert bool(trie) == bool(live) == trie.has_device_nodes
         for number, path in paths.items():
-            position = position_of(trie, number)
-            is_right = path[:now] == tuple(committed)[: len(path)]
+            position, is_right = position_of(trie, number), path[:now] == committed[: len(path)]
             assert position == len(path) if is_right else position is not None and position < 0
 
 
 def test_the_likeliest_path_takes_the_highest_level_and_survives_a_commit_of_an_alternative() -> None:
     """A commit of the less likely child keeps what was drafted below it."""
-    trie = DraftTrie()
-    message = TreeDraft(0, 0, [5, 6, 7, 8], [ROOT, ROOT, 1, 0], [6, 12, 3, 9])
-    assert trie.merge_tree(message, []) == 2
-    assert trie.likeliest(9) == [6, 7] == likeliest_path(message)
+    trie, message = DraftTrie(), TreeDraft(0, 0, [5, 6, 7, 8], [ROOT, ROOT, 1, 0], [6, 12, 3, 9])
+    assert trie.merge_tree(message, []) == 2 and trie.likeliest(9) == [6, 7] == likeliest_path(message)
     move_root(trie, 5)
     assert trie.likeliest(9) == [8] and trie.num_nodes == 1
     trie.merge_tree(TreeDraft(0, 4, [9], [0], [2]), [5])  # below a committed node
@@ -110,21 +94,20 @@ def test_the_likeliest_path_takes_the_highest_level_and_survives_a_commit_of_an_
 
 def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
     """Chains, stars, orphans and endless numbers: each is bounded, and what is dropped is not counted."""
-    trie, committed = DraftTrie(), list[int]()
+    trie, ones, levels = DraftTrie(), [1] * MAX_MESSAGE_NODES, [9] * MAX_MESSAGE_NODES
     for start in range(0, 4 * MAX_NODES, MAX_MESSAGE_NODES):  # one chain
         parents = [start - 1 if start else ROOT, *range(start, start + MAX_MESSAGE_NODES - 1)]
-        trie.merge_tree(TreeDraft(0, start, [1] * MAX_MESSAGE_NODES, parents, [9] * MAX_MESSAGE_NODES), [])
+        trie.merge_tree(TreeDraft(0, start, ones, parents, levels), [])
     assert trie.num_nodes == MAX_NODES == len(trie.likeliest(2 * MAX_NODES))
     move_root(trie, 2)
-    committed.append(2)
     assert trie.num_nodes == 0 and not trie
     for start in range(10**6, 10**6 + 2 * MAX_NODES, MAX_MESSAGE_NODES):  # children of the last token
         tokens = range(start, start + MAX_MESSAGE_NODES)
-        trie.merge_tree(TreeDraft(1, start, tokens, [ROOT] * MAX_MESSAGE_NODES, [9] * MAX_MESSAGE_NODES), committed)
+        trie.merge_tree(TreeDraft(1, start, tokens, [ROOT] * MAX_MESSAGE_NODES, levels), [2])
     assert trie.num_nodes == MAX_NODES
+    absent = range(5 * 10**6, 5 * 10**6 + MAX_MESSAGE_NODES)
     for start in range(2 * 10**6, 2 * 10**6 + 2048, MAX_MESSAGE_NODES):  # parents that never come
-        parents = [5 * 10**6 + i for i in range(MAX_MESSAGE_NODES)]
-        trie.merge_tree(TreeDraft(1, start, [1] * MAX_MESSAGE_NODES, parents, [9] * MAX_MESSAGE_NODES), committed)
+        trie.merge_tree(TreeDraft(1, start, ones, absent, levels), [2])
     trie.clear()
     for token in range(MAX_NODES):  # paths of a flood
         trie.merge([token, 1, 2], prefer=True)
@@ -151,20 +134,16 @@ def test_a_tree_takes_over_what_was_looked_up() -> None:
 # -- chances -----------------------------------------------------------------------------------------------------------
 
 
-def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_much() -> None:
+@pytest.mark.parametrize("skill", [1.0, 0.5])
+def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_much(skill: float) -> None:
     """Rates approach what happens; kinds that were never tested follow the ratio of hits to promises."""
-    rng = random.Random(1)
-    for skill in (1.0, 0.5):
-        drafts = pending(Drafting(32, Policy.AUTO))
-        for base in range(400):
-            level = rng.choice([6, 13])
-            is_hit = rng.random() < skill * CHANCES[level]
-            drafts.trie.merge_tree(TreeDraft(base, base, [1], [ROOT], [level]), drafts.committed)
-            commit(drafts, 1 if is_hit else 2)
-        rates = drafts.chances.rates()
-        assert rates[LEVELS + 13] == pytest.approx(skill * CHANCES[13], abs=0.15)
-        assert rates[LEVELS + 6] == pytest.approx(skill * CHANCES[6], abs=0.12)
-        assert rates[LEVELS + 11] == pytest.approx(skill * CHANCES[11], abs=0.2)
+    rng, drafts = random.Random(1), pending(Drafting(32, Policy.AUTO))
+    for base in range(400):
+        level = rng.choice([6, 13])
+        drafts.trie.merge_tree(TreeDraft(base, base, [1], [ROOT], [level]), drafts.committed)
+        commit(drafts, 1 if rng.random() < skill * CHANCES[level] else 2)
+    for level, within in ((13, 0.15), (6, 0.12), (11, 0.2)):
+        assert drafts.chances.rates()[LEVELS + level] == pytest.approx(skill * CHANCES[level], abs=within)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -181,10 +160,8 @@ def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
             break
         num_tested += width
         commit(drafts, 60)
-    assert num_tested <= 12
-    assert (
-        NodeChances(drafting.learned(b"").chances).rates()[LEVELS + 15] > 0.4
-    )  # a new session's hints are still believed
+    fresh = NodeChances(drafting.learned(b"").chances)
+    assert num_tested <= 12 and fresh.rates()[LEVELS + 15] > 0.4  # a new session's hints are still believed
 
 
 def test_earlier_sessions_spoil_no_estimate_of_later_ones() -> None:
@@ -194,14 +171,12 @@ def test_earlier_sessions_spoil_no_estimate_of_later_ones() -> None:
         for _ in range(1000):
             drafts = pending(drafting)
             drafting.merge_tree(drafts, line_message(0, 0, [1, 2], 15), 0.0)
-            likeliest = drafts.trie.likeliest_of_device(8)
-            drafting.learned(b"").acceptance.observe(likeliest, [guess, 2])
+            drafting.learned(b"").acceptance.observe(drafts.trie.likeliest_of_device(8), [guess, 2])
             commit(drafts, guess)
-        fresh = pending(drafting)
-        fresh.chances.has_hints = True
+        fresh = pending(drafting).chances
+        fresh.has_hints = True
         assert 0.3 <= AcceptanceEstimator(8, drafting.learned(b"").acceptance).rate <= 0.9
-        assert 0.1 <= fresh.chances.beta <= 0.9
-        assert fresh.chances.rates()[LEVELS + 15] > 0.4
+        assert 0.1 <= fresh.beta <= 0.9 and fresh.rates()[LEVELS + 15] > 0.4
 
 
 def test_false_hints_take_no_room_from_others() -> None:
@@ -222,9 +197,8 @@ def test_false_hints_take_no_room_from_others() -> None:
 
 def closed_sets(parents: Sequence[int]) -> list[tuple[int, ...]]:
     """All sets of nodes that have the parent of each."""
-    every = itertools.chain.from_iterable(
-        itertools.combinations(range(len(parents)), n) for n in range(len(parents) + 1)
-    )
+    sizes = range(len(parents) + 1)
+    every = itertools.chain.from_iterable(itertools.combinations(range(len(parents)), size) for size in sizes)
     return [nodes for nodes in every if all(parents[i] < 0 or parents[i] in nodes for i in nodes)]
 
 
@@ -235,8 +209,8 @@ def test_what_one_client_shows_no_other_can_tell() -> None:
     for _ in range(50):
         AcceptanceEstimator(8, first.acceptance).observe([1], [2])
     fresh = AcceptanceEstimator(8).rate
-    assert AcceptanceEstimator(8, drafting.learned(b"one").acceptance).rate < fresh
-    assert AcceptanceEstimator(8, drafting.learned(b"two").acceptance).rate == fresh
+    one, two = (AcceptanceEstimator(8, drafting.learned(each).acceptance).rate for each in (b"one", b"two"))
+    assert one < two == fresh
     for number in range(256):
         drafting.learned(b"%d" % number)
     assert drafting.learned(b"one") is not first
@@ -250,16 +224,14 @@ def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject)
     parents = [data.draw(st.integers(-1, i - 1)) for i in range(size)]
     levels = data.draw(st.lists(st.integers(6, 15), min_size=size, max_size=size))
     budget = data.draw(st.integers(0, 8))
-    drafting = Drafting(8, Policy.AUTO, with_trees=True)
-    step_s = 0.01
+    drafting, step_s = Drafting(8, Policy.AUTO, with_trees=True), 0.01
     for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 10):
         step_s += data.draw(st.sampled_from([0.0, 0.0005, 0.002, 0.006]))
         drafting.curve.observe(StepSize(tokens), step_s)
     drafts = pending(drafting)
     drafting.merge_tree(drafts, TreeDraft(0, 0, range(size), [ROOT if p < 0 else p for p in parents], levels), 0.0)
     chosen = drafting.choose([drafts], budget, StepSize(1, 0), 0.0)[drafts]
-    rates = drafts.chances.rates()
-    alive: list[float] = []
+    rates, alive = drafts.chances.rates(), list[float]()
     for parent, level in zip(parents, levels, strict=True):
         alive.append(rates[LEVELS + level] * (alive[parent] if parent >= 0 else 1.0))
     times = drafting.curve.seconds(1 + size)
@@ -280,17 +252,20 @@ def branching(drafting: Drafting) -> PendingDrafts:
     return drafts
 
 
-def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
+@pytest.mark.parametrize(
+    ("extra_s", "expected"),
+    [
+        (0.0001, SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0])),
+        (0.006, SelectedDrafts.line([1, 3])),
+        (0.1, SelectedDrafts()),
+    ],
+    ids=["tree", "line", "nothing"],
+)
+def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing(extra_s: float, expected: SelectedDrafts) -> None:
     """Nothing but the step's time decides: the dearer a token, the less of the tree is verified."""
-    found = []
-    for extra_s in (0.0001, 0.006, 0.1):
-        drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
-        drafts = branching(drafting)
-        found.append(drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts])
-    whole, line, nothing = found
-    assert whole == SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0])
-    assert line == SelectedDrafts.line([1, 3])
-    assert nothing.tokens == ()
+    drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
+    drafts = branching(drafting)
+    assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == expected
 
 
 def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
@@ -305,11 +280,8 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
         drafting.stepped(size, 0.040 * (1.0 if chosen.is_line else factor), not chosen.is_line)
         return not chosen.is_line
 
-    assert step(2.0)
-    assert 1 <= sum(step(2.0) for _ in range(500)) < 12
-    assert drafting.trees.ratio > 1.5
-    assert sum(step(1.0) for _ in range(700)) > 100
-    assert all(step(1.0) for _ in range(20))
+    assert step(2.0) and 1 <= sum(step(2.0) for _ in range(500)) < 12 and drafting.trees.ratio > 1.5
+    assert sum(step(1.0) for _ in range(700)) > 100 and all(step(1.0) for _ in range(20))
     for _ in range(20_000):
         step(3.0)
     while not step(3.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
@@ -19,7 +20,7 @@ from outrider.cloud.pending.policy import ENOUGH_ANSWERS, NO_WAIT, bounded, plan
 from outrider.cloud.pending.sources import Sources
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
-PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
+PROMPT = [(14 + i * i) % VOCAB for i in range(13)]
 
 
 @pytest.mark.parametrize(("step_s", "longest_s"), [(0.02, 0.64), (0.04, 1.0)])
@@ -43,14 +44,25 @@ def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient:
     assert (plan_wait(alpha, step, extra, lags, 1.0, saves_passes=False) != NO_WAIT) == (waiting > streaming)
 
 
-def test_no_wait_for_a_draft_that_is_never_accepted_or_never_arrives() -> None:
-    """With low acceptance, unknown lags or unanswered waits the engine does not wait."""
-    lags = [0.002] * 8
-    assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, saves_passes=False) != NO_WAIT
-    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
-    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=True) == NO_WAIT
-    assert plan_wait(0.6, 0.04, 0.001, [None] * 8, 1.0, saves_passes=True) == NO_WAIT
-    assert plan_wait(0.6, 0.04, 0.001, lags, 0.3, saves_passes=True) == NO_WAIT
+@pytest.mark.parametrize(
+    ("alpha", "lag_s", "answer_rate", "saves_passes", "beta", "waits"),
+    [
+        (0.6, 0.002, 1.0, False, 0.0, True),
+        (0.01, 0.002, 1.0, False, 0.0, False),
+        (0.01, 0.002, 1.0, True, 0.0, False),
+        (0.6, None, 1.0, True, 0.0, False),
+        (0.6, 0.002, 0.3, True, 0.0, False),
+        # A device that is soon out of sync again is not worth a wait of a step; one whose alternatives prevent that is.
+        (0.6, 0.041, 1.0, False, 0.0, False),
+        (0.6, 0.041, 1.0, False, 0.9, True),
+    ],
+)
+def test_no_wait_for_a_draft_that_is_never_accepted_or_never_arrives(
+    alpha: float, lag_s: float | None, answer_rate: float, saves_passes: bool, beta: float, waits: bool
+) -> None:
+    """With low acceptance, unknown lags or unanswered waits the engine does not wait; alternatives count, too."""
+    found = plan_wait(alpha, 0.04, 0.001, [lag_s] * 8, answer_rate, saves_passes=saves_passes, beta=beta)
+    assert (found != NO_WAIT) == waits
 
 
 def test_waiting_resumes_once_a_late_device_answers_in_time() -> None:
@@ -70,52 +82,39 @@ def test_waiting_resumes_once_a_late_device_answers_in_time() -> None:
     assert lag.answer_rate >= ENOUGH_ANSWERS
 
 
-class Stream:
-    """A target that never waits, or always waits, for a device whose alternatives cover misses; event by event."""
+def tokens_per_s(alpha: float, beta: float, k: int, lag_s: float, *, waits: bool) -> float:
+    """A target that never waits, or always waits, for a device whose alternatives cover misses; event by event.
 
-    def __init__(self, alpha: float, beta: float, k: int, lag_s: float, *, waits: bool) -> None:
-        self._alpha, self._beta, self._k, self._lag_s, self._waits = alpha, beta, k, lag_s, waits
-        self._rng = random.Random(7)
-
-    def _is_pending(self) -> bool:
-        """Whether the next pick is the device's own, or an alternative that it has drafted below."""
-        return self._rng.random() < self._alpha or self._rng.random() < self._beta
-
-    def tokens_per_s(self, num_tokens: int = 60_000) -> float:
-        """With a step of 40 ms, 1 ms per drafted token."""
-        now, committed, in_sync_at = 0.0, 0, 0.0
-        while committed < num_tokens:
-            if now < in_sync_at and not self._waits:  # a blind step: it must be covered by what is on its way
-                now, committed = now + 0.040, committed + 1
-                if not self._is_pending():
-                    in_sync_at = now + self._lag_s
-                continue
-            now = max(now, in_sync_at) + 0.040 + 0.001 * self._k
-            accepted = 0
-            while accepted < self._k and self._rng.random() < self._alpha:
+    With a step of 40 ms, 1 ms per drafted token.
+    """
+    chance, now, committed, in_sync_at = random.Random(7).random, 0.0, 0, 0.0
+    while committed < 60_000:
+        accepted = 0
+        is_blind = now < in_sync_at and not waits  # such a step must be covered by what is on its way
+        if is_blind:
+            now += 0.040
+        else:
+            now = max(now, in_sync_at) + 0.040 + 0.001 * k
+            while accepted < k and chance() < alpha:
                 accepted += 1
-            committed += accepted + 1
-            is_pending = self._is_pending() if accepted == self._k else self._rng.random() < self._beta
-            in_sync_at = now if is_pending else now + self._lag_s
-        return committed / now
+        committed += accepted + 1
+        # The next pick is the device's own, or an alternative that it has drafted below.
+        is_pending = ((is_blind or accepted == k) and chance() < alpha) or chance() < beta
+        if not is_pending or not is_blind:
+            in_sync_at = now if is_pending else now + lag_s
+    return committed / now
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 0.7])
 @pytest.mark.parametrize("lag_s", [0.010, 0.050, 0.130])
 @pytest.mark.parametrize(("alpha", "k"), [(0.75, 4), (0.9, 10)])
-def test_the_closed_form_equals_the_simulation_of_a_tree(alpha: float, k: int, beta: float, lag_s: float) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_closed_form_equals_the_simulation_of_a_tree(
+    waits: bool, alpha: float, k: int, beta: float, lag_s: float
+) -> None:
     """To 2 %; a beta of 0 is one of paths, without alternatives."""
-    streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
-    waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
-    assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
-    assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
-
-
-def test_alternatives_are_part_of_the_decision_to_wait() -> None:
-    """A device that is soon out of sync again is not worth a wait of a step; one whose alternatives prevent that is."""
-    lags = [0.041] * 8
-    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
-    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False, beta=0.9) != NO_WAIT
+    expected = (rate_waiting if waits else rate_streaming)(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+    assert tokens_per_s(alpha, beta, k, lag_s, waits=waits) == pytest.approx(expected, rel=0.02)
 
 
 def test_misses_that_alternatives_cover_are_measured() -> None:
@@ -147,17 +146,14 @@ def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None
     drafting.curve.observe(StepSize(1), 0.040)
     drafts = pending(drafting)
     drafts.sources = Sources([PromptLookup([1, 2, 3, 1, 2, 3, 1, 2])])
-    now = 0.0
     for base in range(1, 6):
         commit(drafts, 9)
-        learn_and_wait(drafting, drafts, [], [9], now)
-        drafting.merge_tree(
-            drafts, TreeDraft(base, 3 * base, [4, 5, 6], [ROOT, 3 * base, ROOT], [9, 9, 3]), now + 0.005
-        )
-        now += 1.0
+        learn_and_wait(drafting, drafts, [], [9], base)
+        message = TreeDraft(base, 3 * base, [4, 5, 6], [ROOT, 3 * base, ROOT], [9, 9, 3])
+        drafting.merge_tree(drafts, message, base + 0.005)
     assert drafts.lag.seconds_until(3) == [pytest.approx(0.005), pytest.approx(0.005), None]
     commit(drafts, 9)
-    learn_and_wait(drafting, drafts, [4, 5], [9], now)
+    learn_and_wait(drafting, drafts, [4, 5], [9], 6.0)
     drafting.choose([drafts], 99, StepSize(1, 0), 0.0)
     assert drafts.trie and drafts.trie.num_looked_up == drafts.trie.num_nodes
 
@@ -177,29 +173,26 @@ def test_drafts_that_are_always_late_are_learned_from(num_wrong: int, is_tree: b
     for base in range(1, 40):
         commit(drafts, base)
         learn_and_wait(drafting, drafts, [], [base], 0.020 * base)
+        late, now = list(range(base - 4, base + 1)), 0.020 * base + 0.001
         if base > 5 and is_tree:
-            late = line_message(base - 5, 10 * base, range(base - 4, base + 1))
-            drafting.merge_tree(drafts, late, 0.020 * base + 0.001)
+            drafting.merge_tree(drafts, line_message(base - 5, 10 * base, late), now)
         elif base > 5:
-            drafting.merge(drafts, base - 5, [list(range(base - 4, base + 1))], 0.020 * base + 0.001)
-    assert drafts.acceptance.rate > 0.9 and drafts.wait != NO_WAIT
-    assert not drafts.trie
+            drafting.merge(drafts, base - 5, [late], now)
+    assert drafts.acceptance.rate > 0.9 and drafts.wait != NO_WAIT and not drafts.trie
 
 
 def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
     """Forty tokens that have always been right: a pass verifies 32, and a wait is for more than 8."""
     drafting = timed(32, Policy.AUTO, 0.030, 0.0002)
-    drafts, text = pending(drafting), list(range(1000))
-    now = 0.0
-    for base in range(0, 400, 40):
-        drafting.merge_tree(drafts, line_message(base, base, text[base : base + 40], 15), now + 0.004)
+    drafts = pending(drafting)
+    for now in range(10):
+        text = range(40 * now, 40 * now + 40)
+        drafting.merge_tree(drafts, line_message(40 * now, 40 * now, text, 15), now + 0.004)
         chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts]
         line = drafts.trie.likeliest_of_device(32)
-        commit(drafts, *text[base : base + 40])
-        now += 1.0
-        learn_and_wait(drafting, drafts, line, text[base : base + 40], now)
-    assert len(chosen.tokens) == 32
-    assert drafts.wait.want > 16
+        commit(drafts, *text)
+        learn_and_wait(drafting, drafts, line, text, now + 1.0)
+    assert len(chosen.tokens) == 32 and drafts.wait.want > 16
 
 
 def guessed(tokens: Sequence[int], level: int) -> tuple[Drafting, PendingDrafts]:
@@ -240,46 +233,37 @@ def test_a_wait_ends_where_its_path_is_unlikely_to_go_on() -> None:
 
 
 class Device:
-    """Answers every commit after `lag_s` with six guesses of what follows, every `error_every`-th of them wrong."""
+    """Answers every commit after `lag_s` with six guesses of what follows, every third of them wrong."""
 
-    def __init__(self, lag_s: float, *, policy: Policy = Policy.AUTO, error_every: int = 3) -> None:
-        self.lag_s, self.error_every = lag_s, error_every
-        self.due: list[tuple[float, int]] = []
-        self.answered = 0
-        self.sequence_id = -1
-        self.guess: list[int] = []
+    def __init__(self, lag_s: float, *, policy: Policy = Policy.AUTO) -> None:
+        self.lag_s, self.answered, self.sequence_id = lag_s, 0, -1
+        self.due, self.guess = list[tuple[float, int]](), list[int]()
         self.harness = Harness(config=EngineConfig(policy=policy), on_step=lambda batch: self.deliver())
         self.harness.engine.calibrate()
 
     def deliver(self) -> None:
         """Delivers the answers due by now, with the times at which they were due."""
-        now = self.harness.clock.now
+        clock, now = self.harness.clock, self.harness.clock.now
         while self.due and self.due[0][0] <= now:
-            self.harness.clock.now, base = self.due.pop(0)
+            clock.now, base = self.due.pop(0)
             self.harness.engine.draft(self.sequence_id, base, [self.guess[base : base + 6] or [0]])
-        self.harness.clock.now = now
+        clock.now = now
 
-    def waited_s(
-        self, *, patience_ms: float | None = None, count: int = 60, draft_lag_ms: float | None = None
-    ) -> float:
+    def waited_s(self, count: int = 60, **hints: Any) -> float:
         """Generates `count` tokens, checks them, and returns how long the engine waited for drafts."""
-        truth = plain(PROMPTS[2], SAMPLED, count)
-        self.guess = [t if i % self.error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
-        self.sequence_id, collector = self.harness.submit(
-            PROMPTS[2], count, patience_ms=patience_ms, lag_ms=draft_lag_ms
-        )
+        clock, truth = self.harness.clock, plain(PROMPT, SAMPLED, count)
+        self.guess = [t if i % 3 else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
+        self.sequence_id, collector = self.harness.submit(PROMPT, count, **hints)
         while collector.end is None:
             delay = self.harness.engine.step()
-            base = len(collector.tokens)
-            if base > self.answered:
+            if (base := len(collector.tokens)) > self.answered:
                 self.answered = base
-                self.due.append((self.harness.clock.now + self.lag_s, base))
+                self.due.append((clock.now + self.lag_s, base))
             if delay:
-                wakes = [self.harness.clock.now + delay, *(due for due, _ in self.due)]
-                self.harness.clock.now = min(wakes)
+                clock.now = min([clock.now + delay, *(due for due, _ in self.due)])
                 self.deliver()
         assert collector.tokens == truth
-        return collector.end.usage.waited_s
+        return collector.ended.usage.waited_s
 
 
 @pytest.mark.parametrize(
@@ -298,32 +282,28 @@ def test_the_engine_waits_for_a_fast_device_as_long_as_its_session_allows(
 
 def test_with_a_lag_hint_the_engine_waits_from_the_first_token() -> None:
     """The engine waits after the first commits only with the hint; measurements soon outweigh a wrong hint."""
-    with_hint, without_hint = Device(0.004), Device(0.004)
-    assert with_hint.waited_s(count=6, draft_lag_ms=4.0) > without_hint.waited_s(count=6)
-    assert Device(0.100).waited_s(draft_lag_ms=1.0) < 0.03
+    assert Device(0.004).waited_s(count=6, lag_ms=4.0) > Device(0.004).waited_s(count=6)
+    assert Device(0.100).waited_s(lag_ms=1.0) < 0.03
 
 
 def test_the_verify_policy_waits_longer_than_latency_alone_allows() -> None:
     """When passes are scarce a wait of one step is allowed, and passes per token fall."""
     device = Device(0.030, policy=Policy.VERIFY)
-    assert device.waited_s() > 0.05
+    assert device.waited_s() > 0.05 and Device(0.030).waited_s() == 0.0
     assert device.harness.engine.stats().totals.passes < 27
-    assert Device(0.030).waited_s() == 0.0
 
 
 def test_the_engine_soon_stops_waiting_for_a_silent_device() -> None:
     """After a few useless waits the engine goes on without."""
-    harness = Harness()
-    truth = plain(PROMPTS[2], SAMPLED, 200)
-    sequence_id, collector = harness.submit(PROMPTS[2], 200)
+    harness, truth = Harness(), plain(PROMPT, SAMPLED, 200)
+    sequence_id, collector = harness.submit(PROMPT, 200)
     while collector.end is None:
         base = len(collector.tokens)
         if base < 60 and base:
             harness.engine.draft(sequence_id, base, [[truth[base], (truth[base + 1] + 1) % VOCAB]])
         if delay := harness.engine.step():
             harness.clock.now += 0.002 if base < 60 else delay
-    assert collector.tokens == truth
-    assert collector.end.usage.waited_s < 0.5
+    assert collector.tokens == truth and collector.end.usage.waited_s < 0.5
 
 
 def test_calibration_measures_the_curve_and_frees_its_blocks() -> None:
@@ -331,6 +311,5 @@ def test_calibration_measures_the_curve_and_frees_its_blocks() -> None:
     harness = Harness()
     harness.engine.calibrate(max_tokens=8)
     stats = harness.engine.stats()
-    assert stats.step_ms == pytest.approx(41.0)
-    assert stats.draft_token_ms == pytest.approx(1.0)
+    assert stats.step_ms == pytest.approx(41.0) and stats.draft_token_ms == pytest.approx(1.0)
     assert stats.free_blocks == stats.num_blocks

@@ -127,11 +127,9 @@ def test_a_device_slower_than_the_target_gives_nothing_from_afar() -> None:
 def test_the_ends_of_the_curve_are_where_it_crosses() -> None:
     """Both to 0.1 ms, 0 when it is never worth it, None beyond the last round trip."""
     found = predict(0.65, draft_ms=1.5, step_ms=40.0, extra_ms=1.2)
-    assert found.fades_ms is not None and found.breaks_even_ms is not None
-    assert stop_and_wait(replace(DESIGN, rtt_ms=found.breaks_even_ms)).speed_up < 1.0
-    assert stop_and_wait(replace(DESIGN, rtt_ms=found.breaks_even_ms - 0.2)).speed_up > 1.0
-    assert stream(replace(DESIGN, rtt_ms=found.fades_ms)).speed_up < 1.05
-    assert stream(replace(DESIGN, rtt_ms=found.fades_ms - 0.2)).speed_up >= 1.05
+    for end_ms, of, worth in ((found.breaks_even_ms, stop_and_wait, 1.0), (found.fades_ms, stream, 1.05)):
+        assert end_ms is not None
+        assert of(replace(DESIGN, rtt_ms=end_ms)).speed_up < worth < of(replace(DESIGN, rtt_ms=end_ms - 0.2)).speed_up
     assert [point.rtt_ms for point in found.curve] == sorted(point.rtt_ms for point in found.curve)
     hopeless = predict(0.0, draft_ms=1.5, step_ms=40.0, extra_ms=1.2)
     assert (hopeless.fades_ms, hopeless.breaks_even_ms) == (0.0, 0.0)

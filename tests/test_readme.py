@@ -15,6 +15,7 @@ from outrider.edge.lab.comparison import Comparison
 from outrider.edge.results import GenerationResult, Mode, Source
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -26,8 +27,8 @@ DOCUMENTS = [
 
 def commands() -> list[str]:
     """Every `outrider...` command line in a fenced block of README.md and docs/npu.md."""
-    texts = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "npu.md"))
-    blocks = re.findall(r"```(?:sh|powershell)\n(.*?)```", "".join(texts), re.DOTALL)
+    texts = README + (ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:sh|powershell)\n(.*?)```", texts, re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if re.match(r"(\S*[/\\])?outrider(-\w+)?\s", line)]
 
@@ -50,40 +51,35 @@ def test_readme_commands_parse(line: str) -> None:
 
 def test_readme_names_the_two_commands_and_they_are_make_targets() -> None:
     """`make demo` and `make test` are in README and in the Makefile."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in ("demo", "test"):
-        assert f"make {target}" in readme
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+        assert f"make {target}" in README and re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
 def test_readme_shows_what_run_prints() -> None:
     """In the words that `run` uses now."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     result = GenerationResult(
         *(Mode.STREAM, (1,) * 40, (Source.TARGET,) * 40, tuple(0.1 * i for i in range(40)), "length", 4, 4, 5, 5)
     )
     for line in (summary_lines(result)[0], Comparison(3, (2.0, 2.1, 2.2), None, {}, True, None).sentence("stream")):
         words = re.split(r"\d[\d.]*", line.partition(" tokens per target pass")[0])
-        assert re.search(r"\d[\d.]*".join(map(re.escape, words[:-1])), readme), line
+        assert re.search(r"\d[\d.]*".join(map(re.escape, words[:-1])), README), line
 
 
 def test_readme_is_short() -> None:
     """At most 90 lines of at most 120 columns; details are in docs/. A table's row is one line."""
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 90
-    assert [line for line in lines if len(line) > 120] == []
+    lines = README.splitlines()
+    assert len(lines) <= 90 and [line for line in lines if len(line) > 120] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_file_names_in_documents_exist(document: Path) -> None:
     """Relative links and names of repository files in backticks point at something."""
     text = document.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
     files = re.findall(r"`((?:models|edge|cloud|export|tests|bench|docs|examples)/[\w./-]+\.\w+)`", text)
-    for name in files:
-        assert (ROOT / name).exists(), f"{document.name} names {name}"
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -109,6 +105,5 @@ def test_modules_named_in_documents_exist(document: Path) -> None:
 def test_tests_named_in_documents_exist() -> None:
     """A test that a document cites is there under that name."""
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
-    for document in DOCUMENTS:
-        for name in re.findall(r"`(test_\w+)`", document.read_text(encoding="utf-8")):
-            assert f"def {name}(" in sources, f"{document.name} cites {name}"
+    documents = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    assert [name for name in re.findall(r"`(test_\w+)`", documents) if f"def {name}(" not in sources] == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import NoneType
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -48,8 +48,7 @@ def test_another_owner_target_or_prompt_has_another_place() -> None:
     """And nothing of the prompt or the owner is in it."""
     places = [place(), place(b"bob"), place(target="u"), place(prompt=(1, 2, 4)), place(prompt=(1, 2))]
     assert len(set(places)) == len({each.prompt for each in places}) == len(places)
-    assert len({each.owner for each in places}) == 3
-    assert place().owner == place(prompt=(9,)).owner
+    assert len({each.owner for each in places}) == 3 and place().owner == place(prompt=(9,)).owner
     salted = [PromptDigest("t", b"alice", salt).with_tokens((1, 2, 3)).place for salt in (b"", b"one", b"two")]
     assert salted[0] == place() and len({each.prompt for each in salted}) == 3
     assert {each.owner for each in salted} == {place().owner}  # an owner's bounds hold whatever salts it sends
@@ -65,32 +64,26 @@ def test_a_greedy_request_has_no_seed() -> None:
 @given(IDS)
 def test_what_is_encoded_comes_back(tokens: list[int]) -> None:
     """With its sampling; at its own place only."""
-    at, written = place(), RecentText(tuple(tokens), GREEDY)
+    at, other, written = place(), place(prompt=(4,)), RecentText(tuple(tokens), GREEDY)
     data = encode(at, written)
     assert decode(at, data) == written and not is_of_another_prompt(at, data)
-    other = place(prompt=(4,))
-    assert is_of_another_prompt(other, data) and decode(other, data) is None
+    assert decode(other, data) is None and is_of_another_prompt(other, data)
 
 
 @given(st.data())
 def test_no_change_of_the_bytes_is_accepted(data: st.DataObject) -> None:
     """A flipped bit anywhere, a cut, something longer, anything else."""
-    at = place()
-    good = encode(at, text(5, 6, 7))
-    bit = data.draw(st.integers(0, 8 * len(good) - 1))
-    flipped = bytearray(good)
-    flipped[bit // 8] ^= 1 << bit % 8
-    cut = data.draw(st.integers(0, len(good) - 1))
-    for wrong in (bytes(flipped), good[:cut], good + b"\0\0\0\0", data.draw(st.binary(max_size=60))):
-        assert decode(at, wrong) is None
+    good = encode(place(), text(5, 6, 7))
+    bit, cut = data.draw(st.integers(0, 8 * len(good) - 1)), data.draw(st.integers(0, len(good) - 1))
+    flipped = (int.from_bytes(good, "little") ^ (1 << bit)).to_bytes(len(good), "little")
+    for wrong in (flipped, good[:cut], good + b"\0\0\0\0", data.draw(st.binary(max_size=60))):
+        assert decode(place(), wrong) is None
 
 
 def test_a_long_text_is_cut() -> None:
     """So no text takes more than its share."""
-    at = place()
-    data = encode(at, RecentText(tuple(range(MAX_TOKENS + 10)), GREEDY))
-    found = decode(at, data)
-    assert len(data) == MAX_BYTES and found is not None and found.tokens == tuple(range(MAX_TOKENS))
+    data = encode(place(), text(*range(MAX_TOKENS + 10)))
+    assert len(data) == MAX_BYTES and decode(place(), data) == text(*range(MAX_TOKENS))
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------------
@@ -101,10 +94,9 @@ def test_memory_forgets_what_is_old() -> None:
     clock = Clock()
     store = MemoryStore(10.0, clock=clock)
     store.put(place(), text(1))
-    clock.now += 9.9
-    assert find(store, place()) == text(1)
-    clock.now += 0.2
-    assert find(store, place()) is None
+    for seconds, expected in ((9.9, text(1)), (0.2, None)):
+        clock.now += seconds
+        assert find(store, place()) == expected
     clock.now += 1.0
     assert store.stats().texts == store.stats().bytes == 0
     store.put(place(), text(1))
@@ -147,16 +139,12 @@ def test_what_one_key_keeps_in_memory_is_bounded() -> None:
 def test_the_options_choose_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, none, or Redis; a missing package and a wrong URL are named, a password is not."""
     monkeypatch.delenv(REDIS_VARIABLE, raising=False)
-    options: dict[str, Any]
-    for options, kind in (
-        ({}, MemoryStore),
-        ({"recent": False}, NoneType),
-        ({"redis": "redis://127.0.0.1:1"}, RedisStore),
-    ):
-        with open_recent(ServeOptions("b", **options)) as store:
+    at_a = ServeOptions("b", redis="redis://127.0.0.1:1")
+    without = ServeOptions("b", recent=False)
+    for options, kind in ((ServeOptions("b"), MemoryStore), (without, NoneType), (at_a, RedisStore)):
+        with open_recent(options) as store:
             assert isinstance(store, kind)
-    both = ServeOptions("b", recent=False, redis="redis://a")
-    with pytest.raises(ConfigError, match="--no-recent"), open_recent(both):
+    with pytest.raises(ConfigError, match="--no-recent"), open_recent(replace(without, redis="redis://a")):
         pass
     monkeypatch.setenv(REDIS_VARIABLE, "http://user:secret@host/0")
     with pytest.raises(ConfigError, match="write redis://HOST") as refused, open_recent(ServeOptions("b")):
@@ -164,7 +152,7 @@ def test_the_options_choose_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in str(refused.value)
     monkeypatch.setattr("outrider.models.process.extras.is_installed", lambda name: name != "redis")
     no_package = pytest.raises(RuntimeUnavailable, match=r"--redis needs the package 'redis'.*outrider\[scale\]")
-    with no_package, open_recent(ServeOptions("b", redis="redis://a")):
+    with no_package, open_recent(at_a):
         pass
 
 
@@ -194,6 +182,11 @@ class Model:
             and sum(sizes) <= BOUNDS.max_size
         )
 
+    def remove_oldest(self, lost: tuple[int, int, int, float]) -> None:
+        """Of its owner, which it has to be."""
+        assert next(each for each in self.kept if each[0] == lost[0]) == lost
+        self.kept.remove(lost)
+
 
 OPERATIONS = st.one_of(
     st.tuples(
@@ -221,13 +214,9 @@ def test_the_owner_with_most_loses_its_oldest(operations: list[tuple[object, ...
                     assert not model.is_within()
                     counts, sizes = model.counts(), model.sizes()
                     has_too_much = counts[owner] > BOUNDS.max_each or sizes[owner] > BOUNDS.max_each_size
-                    assert (
-                        (lost[0] == owner and has_too_much)
-                        or max(counts) == counts[lost[0]]
-                        or (max(sizes) == sizes[lost[0]])
-                    )
-                    assert next(each for each in model.kept if each[0] == lost[0]) == lost
-                    model.kept.remove(lost)
+                    has_most = max(counts) == counts[lost[0]] or max(sizes) == sizes[lost[0]]
+                    assert has_most or (lost[0] == owner and has_too_much)
+                    model.remove_oldest(lost)
             case ("pop", int(owner), int(key)):
                 found = [each for each in model.kept if each[:2] == (owner, key)]
                 assert store.pop(owner, key) == (found[0] if found else None)
@@ -235,8 +224,7 @@ def test_the_owner_with_most_loses_its_oldest(operations: list[tuple[object, ...
             case ("most",) if sum(model.sizes()):
                 lost = store.pop_from_most()
                 assert model.sizes()[lost[0]] == max(model.sizes())
-                assert next(each for each in model.kept if each[0] == lost[0]) == lost
-                model.kept.remove(lost)
+                model.remove_oldest(lost)
             case ("old", float(seconds)):
                 clock.now += seconds
                 old = [each for each in model.kept if clock.now - each[3] >= MAX_S]

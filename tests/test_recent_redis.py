@@ -18,6 +18,7 @@ from typing import cast
 import psutil
 import pytest
 from redis import Redis
+from tests.agents import free_port
 from tests.certificates import make_own, needs_openssl
 from tests.engine_harness import Clock
 from tests.redis_server import redis_server
@@ -26,9 +27,7 @@ from tests.waiting import wait_until
 
 from outrider.cloud.recent import redis_store
 from outrider.cloud.recent.redis_store import MAX_PAUSE_S, SLOTS, LateAnswers, RedisStore
-from outrider.cloud.recent.store import (
-    encode,
-)
+from outrider.cloud.recent.store import encode
 from outrider.models.breaker import Breaker
 
 
@@ -36,16 +35,14 @@ def test_replicas_share_texts_through_redis(tmp_path: Path) -> None:
     """Within an owner; what Redis holds has an expiry, no prompt, and nothing of the owner's key."""
     with (
         redis_server(tmp_path / "redis"),
-        store_at(f"unix://{tmp_path}/redis") as one,
+        store_at(f"unix://{tmp_path}/redis", max_s=7.0) as one,
         store_at(f"unix://{tmp_path}/redis") as two,
     ):
         put(one, place(), text(5, 6, 7))
-        assert find(two, place()) == text(5, 6, 7)
-        assert find(two, place(b"bob")) is None
+        assert find(two, place()) == text(5, 6, 7) and find(two, place(b"bob")) is None
         with closing(Redis(unix_socket_path=str(tmp_path / "redis"))) as plain:
             (key,) = plain.keys()
-            assert re.fullmatch(rb"outrider:recent:1:[0-9a-f]{32}:\d+", key)
-            assert 0 < plain.pttl(key) <= 60_000
+            assert re.fullmatch(rb"outrider:recent:1:[0-9a-f]{32}:\d+", key) and 0 < plain.pttl(key) <= 7_000
             assert len(plain.get(key)) == len(encode(place(), text(5, 6, 7)))
 
 
@@ -59,17 +56,9 @@ def test_an_owner_has_a_fixed_number_of_slots(tmp_path: Path) -> None:
         with closing(Redis(unix_socket_path=str(tmp_path / "redis"))) as plain:
             assert len(plain.keys()) <= 1 + SLOTS
         found = [find(store, place(prompt=(prompt,))) for prompt in range(3 * SLOTS)]
-        assert all(each is None or each == text(prompt) for prompt, each in enumerate(found))
-        assert 0 < sum(each is not None for each in found) <= SLOTS
-        assert find(store, place(b"bob")) == text(1, 2)
+        assert all(each in (None, text(prompt)) for prompt, each in enumerate(found))
+        assert 0 < sum(each is not None for each in found) <= SLOTS and find(store, place(b"bob")) == text(1, 2)
         assert store.stats().counts.rejected == store.stats().counts.failures == 0
-
-
-def test_redis_ends_a_texts_life(tmp_path: Path) -> None:
-    """By its own clock."""
-    with redis_server(tmp_path / "redis"), store_at(f"unix://{tmp_path}/redis", max_s=0.05) as store:
-        put(store, place(), text(1))
-        wait_until(lambda: find(store, place()) is None)
 
 
 def test_garbage_in_redis_is_a_miss(tmp_path: Path) -> None:
@@ -91,25 +80,29 @@ def test_garbage_in_redis_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_a_redis_that_is_killed_is_left_out_until_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, however many requests come; nothing is raised; what is put meanwhile is dropped."""
+    """One warning, however many requests come; nothing is raised; what is put meanwhile is dropped. One that is dead at
+    the start is waited for, too.
+    """
     caplog.set_level(logging.INFO, "outrider.cloud")
-    with redis_server(tmp_path / "redis") as process, store_at(f"unix://{tmp_path}/redis") as store:
-        put(store, place(), text(1))
-        process.kill()
-        process.wait()
-        wait_until(lambda: find(store, place()) is None and store.stats().up == 0)
+    with store_at(f"unix://{tmp_path}/redis", is_up=False) as store:
+        wait_until(lambda: store.stats().counts.failures > 2)
+        assert find(store, place()) is None and store.stats().up == 0 and len(warnings_of(caplog)) == 1
+        with redis_server(tmp_path / "redis") as process:
+            wait_until(lambda: store.stats().up == 1)
+            put(store, place(), text(1))
+            process.kill()
+            process.wait()
+            wait_until(lambda: find(store, place()) is None and store.stats().up == 0)
         for _ in range(20):
             assert find(store, place()) is None
             store.put(place(), text(2))
         failures = store.stats().counts.failures
         wait_until(lambda: store.stats().counts.failures > failures + 2)  # it has tried again
-        assert store.stats().counts.dropped == 20
-        assert len(warnings_of(caplog)) == 1 and str(tmp_path / "redis") in warnings_of(caplog)[0]
         with redis_server(tmp_path / "redis"):
             wait_until(lambda: store.stats().up == 1)
             put(store, place(), text(3))
-            assert find(store, place()) == text(3)
-    assert len(warnings_of(caplog)) == 1
+            assert find(store, place()) == text(3) and store.stats().counts.dropped == 20
+    assert [str(tmp_path / "redis") in warning for warning in warnings_of(caplog)] == [True]
 
 
 def test_a_redis_that_dies_unasked_is_noticed(
@@ -120,16 +113,6 @@ def test_a_redis_that_dies_unasked_is_noticed(
     with redis_server(tmp_path / "redis") as process, store_at(f"unix://{tmp_path}/redis") as store:
         process.kill()
         wait_until(lambda: store.stats().up == 0 and len(warnings_of(caplog)) == 1)
-
-
-def test_a_redis_that_is_dead_at_the_start_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server starts without it."""
-    with store_at(f"unix://{tmp_path}/redis", is_up=False) as store:
-        wait_until(lambda: store.stats().counts.failures > 2)
-        assert find(store, place()) is None and store.stats().up == 0
-        with redis_server(tmp_path / "redis"):
-            wait_until(lambda: store.stats().up == 1)
-    assert len(warnings_of(caplog)) == 1
 
 
 async def test_a_redis_that_hangs_delays_nobody_for_long(
@@ -145,8 +128,8 @@ async def test_a_redis_that_hangs_delays_nobody_for_long(
         while not asking.done():
             await asyncio.sleep(0.01)
             num_turns += 1
-        assert asking.result() is None
-        assert time.monotonic() - began < 2.5 and num_turns > 1  # the socket's own limit is 3 s
+        # The socket's own limit is 3 s.
+        assert asking.result() is None and time.monotonic() - began < 2.5 and num_turns > 1
         wait_until(lambda: store.stats().up == 0)
         began = time.monotonic()
         assert [await store.find(place()) for _ in range(10)] == [None] * 10
@@ -166,10 +149,8 @@ def test_what_waits_for_redis_is_bounded_for_each_owner(tmp_path: Path, monkeypa
     with redis_server(tmp_path / "redis") as process, store_at(f"unix://{tmp_path}/redis", wait_s=600.0) as store:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-        asked = [store._ask(place()) for _ in range(10)]
-        assert [each is None for each in asked] == [False] * 8 + [True] * 2
-        others = store._ask(place(b"bob"))
-        assert others is not None
+        asked = [store._ask(place(owner)) for owner in (*[b"alice"] * 10, b"bob")]
+        assert [each is None for each in asked] == [False] * 8 + [True] * 2 + [False]
         for _ in range(5):
             store.put(place(prompt=(9,)), text(1))  # not what is asked for: Redis may store it before it answers
         dropped = store.stats().counts.dropped
@@ -182,28 +163,26 @@ def test_what_waits_for_redis_is_bounded_for_each_owner(tmp_path: Path, monkeypa
         store._loop.call_soon_threadsafe(lambda: None)
         wait_until(lambda: store._num_late == 9)
         process.send_signal(signal.SIGCONT)
-        for each in (*asked, others):
-            assert each is None or each.result(30.0) is None
+        assert all(each is None or each.result(30.0) is None for each in asked)
         assert store.stats().up == 1 and store.stats().counts.failures == 9
         wait_until(lambda: store.stats().counts.stored >= 3 and not store._finds)
 
 
 def test_a_port_that_never_answers_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """It accepts connections, and is no Redis."""
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        with store_at(f"redis://127.0.0.1:{mute.getsockname()[1]}/0", is_up=False) as store:
-            assert find(store, place()) is None
-            wait_until(lambda: store.stats().counts.failures > 0)
-            assert store.stats().up == 0
-        assert len(warnings_of(caplog)) == 1
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        store_at(f"redis://127.0.0.1:{mute.getsockname()[1]}/0", is_up=False) as store,
+    ):
+        assert find(store, place()) is None
+        wait_until(lambda: store.stats().counts.failures > 0 and len(warnings_of(caplog)) == 1)
+        assert store.stats().up == 0
 
 
 @needs_openssl
 def test_tls_checks_the_certificate(tmp_path: Path) -> None:
     """`rediss://`: with the authority's certificate texts are kept, without it the store stays down."""
-    certificate, key = make_own(tmp_path, "localhost")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (certificate, key), port = make_own(tmp_path, "localhost"), free_port()
     tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
     url = f"rediss://127.0.0.1:{port}/0"
     with redis_server(tmp_path / "redis", *tls, "--tls-auth-clients", "no"):
@@ -221,8 +200,7 @@ class SlowRedis(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
 
     def __init__(self, place: Path) -> None:
-        self.answers = threading.Event()
-        self.num_asked = 0
+        self.answers, self.num_asked = threading.Event(), 0
         super().__init__(str(place), _Handler)
 
 
@@ -230,11 +208,9 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         server = cast("SlowRedis", self.server)
         while line := self.rfile.readline():
-            words = []
-            for _ in range(int(line[1:])):
-                words.append(self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2])
-            answer = b"+PONG\r\n" if words[0] == b"PING" else b"+OK\r\n"
-            if words[0] == b"GETRANGE":
+            word, *_ = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+            answer = b"+PONG\r\n" if word == b"PING" else b"+OK\r\n"
+            if word == b"GETRANGE":
                 server.num_asked += 1
                 server.answers.wait(30.0)
                 answer = b"$0\r\n\r\n"
@@ -292,10 +268,8 @@ def test_a_slow_redis_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             assert store.stats().up == 1, num_left
             ask(store, server)
         assert store.stats().up == 0
-        assert [find(store, place()) for _ in range(50)] == [None] * 50
-        assert server.num_asked == 3
-        wait_until(lambda: len(warnings_of(caplog)) == 1)
-        assert "too many answers are late" in warnings_of(caplog)[0]
+        assert [find(store, place()) for _ in range(50)] == [None] * 50 and server.num_asked == 3
+        wait_until(lambda: ["too many answers are late" in warning for warning in warnings_of(caplog)] == [True])
 
 
 def test_a_slow_redis_is_asked_again_by_one_request(tmp_path: Path) -> None:
@@ -322,23 +296,21 @@ def late(answers: LateAnswers, clock: Clock, count: int = 1) -> list[bool]:
     """Late answers, one after the other."""
     found = []
     for _ in range(count):
-        began = clock.now
-        clock.now += 0.02
+        began, clock.now = clock.now, clock.now + 0.02
         found.append(answers.late(began))
     return found
 
 
-def test_a_share_of_late_answers_is_enough() -> None:
+@pytest.mark.parametrize(("num_fast", "limit"), [(1, 10), (4, 10), (19, None)])
+def test_a_share_of_late_answers_is_enough(num_fast: int, limit: int | None) -> None:
     """Every second one, and one of five; one of twenty never is. Late ones need not come in a row."""
-    for num_fast, limit in ((1, 10), (4, 10), (19, None)):
-        clock = Clock()
-        answers = LateAnswers(Breaker(clock=clock), clock)
-        is_out = []
-        for _ in range(200):
-            is_out += late(answers, clock)
-            for _ in range(num_fast):
-                answers.in_time()
-        assert any(is_out[: limit or 200]) == (limit is not None), num_fast
+    clock, is_out = Clock(), list[bool]()
+    answers = LateAnswers(Breaker(clock=clock), clock)
+    for _ in range(200):
+        is_out += late(answers, clock)
+        for _ in range(num_fast):
+            answers.in_time()
+    assert any(is_out[: limit or 200]) == (limit is not None)
 
 
 def test_each_pause_is_longer_until_it_recovers() -> None:

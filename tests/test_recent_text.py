@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
-from tests.requests import flat_request
+from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, calibrated, plain
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.lookup import MAX_TOKENS, RecentTextSource, kind_after
@@ -37,9 +36,8 @@ def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
 
 def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
     """At the longest match of its last tokens, of these at the nearest to its place."""
-    earlier_tokens = [1, 2, 3, 4, 50, 51, 9, 8, 7, 60, 61, 4, 50, 70]
     committed = [1, 2, 30]
-    earlier = RecentTextSource(earlier_tokens, committed, is_repeat=True)
+    earlier = RecentTextSource([1, 2, 3, 4, 50, 51, 9, 8, 7, 60, 61, 4, 50, 70], committed, is_repeat=True)
     assert earlier.propose(4) == ([], [])
     committed += [4, 50]  # at 5 and at 13; the present place is 5
     assert earlier.propose(2) == ([51, 9], [kind_after(2), kind_after(3)])
@@ -49,8 +47,8 @@ def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
 
 def test_only_so_much_of_an_earlier_text_is_followed() -> None:
     """However long it is; behind its end nothing is proposed, and nothing is searched."""
-    committed: list[int] = [3] * MAX_TOKENS
-    assert RecentTextSource([3] * (MAX_TOKENS + 5), committed, is_repeat=True).propose(4) == ([], [])
+    earlier = RecentTextSource([3] * (MAX_TOKENS + 5), [3] * MAX_TOKENS, is_repeat=True)
+    assert earlier.propose(4) == ([], [])
 
 
 @given(
@@ -68,24 +66,12 @@ def test_what_is_proposed_stands_in_the_earlier_text(
         committed += commit
         path, kinds = earlier.propose(5)
         assert len(path) == len(kinds) <= 5
-        if path:
-            run = 2 if committed != tokens[: len(committed)] else len(committed)
-            behind = committed[len(committed) - run :] if run else []
-            found = [*behind, *path]
-            assert any(tokens[i : i + len(found)] == found for i in range(len(tokens)))
+        run = 2 if committed != tokens[: len(committed)] else len(committed)
+        found = [*committed[max(0, len(committed) - run) :], *path]
+        assert not path or any(tokens[i : i + len(found)] == found for i in range(len(tokens)))
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
-
-
-def run(
-    harness: Harness, earlier: tuple[int, ...], *, is_repeat: bool, params: SamplingParams = GREEDY, count: int = 60
-) -> Collector:
-    """One text of the engine."""
-    collector = Collector()
-    harness.engine.submit(flat_request(PROMPT, params, count, recent=earlier, is_repeat=is_repeat), collector)
-    harness.run()
-    return collector
 
 
 def passes(collector: Collector) -> int:
@@ -97,20 +83,18 @@ def passes(collector: Collector) -> int:
 @pytest.mark.parametrize("is_repeat", [True, False])
 def test_a_repeated_text_takes_few_passes(params: SamplingParams, is_repeat: bool) -> None:
     """Its tokens count as looked up."""
-    text = plain(PROMPT, params, 60)
-    harness = Harness()
-    found = run(harness, tuple(text), is_repeat=is_repeat, params=params)
+    text, harness = plain(PROMPT, params, 60), Harness()
+    found = harness.finished(PROMPT, 60, params=params, recent=tuple(text), is_repeat=is_repeat)
     assert found.tokens == text and passes(found) <= 6
-    assert found.ended.usage.looked_up_tokens == 60 - passes(found)
-    assert harness.engine.stats().totals.lookup_accepted == 60 - passes(found)
-    assert passes(run(harness, (), is_repeat=False, params=params)) == 60
+    looked_up = found.ended.usage.looked_up_tokens
+    assert looked_up == harness.engine.stats().totals.lookup_accepted == 60 - passes(found)
+    assert passes(harness.finished(PROMPT, 60, params=params)) == 60
 
 
 def test_a_regenerated_text_rejoins_its_earlier_one() -> None:
     """Some tokens are others, some are missing: the rest is still drafted."""
     text = plain(PROMPT, GREEDY, 60)
-    edited = [*text[:10], 63, *text[11:30], *text[33:]]
-    found = run(Harness(), tuple(edited), is_repeat=False)
+    found = Harness().finished(PROMPT, 60, params=GREEDY, recent=(*text[:10], 63, *text[11:30], *text[33:]))
     assert found.tokens == text and passes(found) < 25
 
 
@@ -126,22 +110,21 @@ WRONG: dict[str, Callable[[list[int]], list[int]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_earlier_text_costs_next_to_nothing(name: str, is_repeat: bool, policy: Policy) -> None:
     """Its rate is learned, as that of prompt lookup. A drafted token takes a fortieth of a step."""
-    text = plain(PROMPT, GREEDY, 60)
-    took = {}
+    text, took = plain(PROMPT, GREEDY, 60), list[float]()
     for earlier in ((), tuple(WRONG[name](text))):
-        harness = Harness(config=EngineConfig(policy=policy))
-        harness.engine.calibrate()
+        harness = calibrated(config=EngineConfig(policy=policy))
         before = harness.clock.now
-        assert run(harness, earlier, is_repeat=is_repeat).tokens == text
-        took[bool(earlier)] = harness.clock.now - before
-    assert took[True] < 1.03 * took[False]
+        found = harness.finished(PROMPT, 60, params=GREEDY, recent=earlier, is_repeat=is_repeat)
+        assert found.tokens == text
+        took.append(harness.clock.now - before)
+    assert took[1] < 1.03 * took[0]
 
 
 def test_ids_that_the_model_has_not_are_ignored() -> None:
     """They may come from anywhere, and are no fault of the request."""
     text = plain(PROMPT, GREEDY, 20)
     for earlier in ((*text[:5], VOCAB), (-1, *text), (2**32 - 1,)):
-        found = run(Harness(), earlier, is_repeat=True, count=20)
+        found = Harness().finished(PROMPT, 20, params=GREEDY, recent=earlier, is_repeat=True)
         assert found.tokens == text and passes(found) == 20
 
 
@@ -157,10 +140,7 @@ def test_no_earlier_text_changes_the_output(data: st.DataObject) -> None:
     )
     earlier = tuple(token for part in data.draw(st.lists(piece, max_size=5)) for token in part)
     harness = Harness(config=EngineConfig(looks_up=data.draw(st.booleans()), policy=data.draw(st.sampled_from(Policy))))
-    collector = Collector()
-    number = harness.engine.submit(
-        flat_request(PROMPT, params, 24, recent=earlier, is_repeat=data.draw(st.booleans())), collector
-    )
+    number, collector = harness.submit(PROMPT, 24, params=params, recent=earlier, is_repeat=data.draw(st.booleans()))
     sent = 0
     while collector.end is None:
         base = len(collector.tokens)
@@ -179,49 +159,37 @@ def test_no_earlier_text_changes_the_output(data: st.DataObject) -> None:
 
 def test_a_repetition_outweighs_a_device_that_guesses_wrong() -> None:
     """The device's nodes are the likeliest otherwise."""
-    text = plain(PROMPT, GREEDY, 40)
-    harness, collector = Harness(), Collector()
-    number = harness.engine.submit(flat_request(PROMPT, GREEDY, 40, recent=tuple(text), is_repeat=True), collector)
-    while collector.end is None:
-        base = len(collector.tokens)
-        harness.engine.draft(number, base, [[(text[base] + 1) % VOCAB] * 4])
-        harness.step()
+    text, harness = plain(PROMPT, GREEDY, 40), Harness()
+    sequence = harness.submit(PROMPT, 40, params=GREEDY, recent=tuple(text), is_repeat=True)
+    collector = harness.draft_along(sequence, lambda base: [[(text[base] + 1) % VOCAB] * 4])
     assert collector.tokens == text and passes(collector) <= 6
 
 
 def test_a_prediction_has_chances_of_its_own() -> None:
     """What earlier texts of a client were worth says nothing about what it predicts, through the whole engine."""
-    truth = plain(PROMPT, GREEDY, 60)
-    wrong = [(token + 1) % VOCAB for token in truth]
-    rates: list[list[float]] = []
+    truth, rates = plain(PROMPT, GREEDY, 60), list[list[float]]()
+    wrong = tuple((token + 1) % VOCAB for token in truth)
     for is_predicted in (True, False):
         harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
         for _ in range(3):
-            request = flat_request(PROMPT, GREEDY, 60, recent=tuple(wrong), is_predicted=is_predicted)
-            drafts = harness.engine._sequences[harness.engine.submit(request, Collector())].drafts
-            (source,) = drafts.sources
+            number, _ = harness.submit(PROMPT, 60, params=GREEDY, recent=wrong, is_predicted=is_predicted)
+            (source,) = harness.engine._sequences[number].drafts.sources
             assert source.kinds == (PREDICTED_KINDS if is_predicted else EARLIER_KINDS)
             harness.run()
         rates.append(NodeChances(harness.engine._drafting.learned(b"").chances).rates())
-    assert rates[0][PREDICTED_KINDS[0]] < rates[1][PREDICTED_KINDS[0]]
-    assert rates[1][EARLIER_KINDS[0]] < rates[0][EARLIER_KINDS[0]]
-    request = flat_request(PROMPT, GREEDY, 60, recent=tuple(truth), is_predicted=True)
-    right = Collector()
-    harness.engine.submit(request, right)
-    harness.run()
+    predicted, earlier = (tuple(each[kinds[0]] for each in rates) for kinds in (PREDICTED_KINDS, EARLIER_KINDS))
+    assert predicted[0] < predicted[1] and earlier[1] < earlier[0]
+    right = harness.finished(PROMPT, 60, params=GREEDY, recent=tuple(truth), is_predicted=True)
     assert right.tokens == truth and passes(right) <= 6
 
 
 def test_vllms_book_drafts_from_an_earlier_text() -> None:
     """By the same modules: its terms carry the text to the engine process."""
-    predicted = Terms(2, GREEDY, 20, DraftHints(recent=(5, 6, 7), is_predicted=True))
-    terms = Terms(1, GREEDY, 20, DraftHints(recent=(5, 6, 7), is_repeat=True))
-    assert terms_of(terms.extra_args()) == terms
-    book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
-    served = book.open(terms, PROMPT)
-    (earlier,) = [source for source in served.drafts.sources if isinstance(source, RecentTextSource)]
-    assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
-    (prediction,) = [
-        source for source in book.open(predicted, PROMPT).drafts.sources if isinstance(source, RecentTextSource)
-    ]
-    assert terms_of(predicted.extra_args()) == predicted and prediction.kinds == PREDICTED_KINDS
+    book, found = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0), list[RecentTextSource]()
+    for number, is_predicted in enumerate((False, True), start=1):
+        hints = DraftHints(recent=(5, 6, 7), is_repeat=not is_predicted, is_predicted=is_predicted)
+        terms = Terms(number, GREEDY, 20, hints)
+        assert terms_of(terms.extra_args()) == terms
+        found += [source for source in book.open(terms, PROMPT).drafts.sources if isinstance(source, RecentTextSource)]
+    earlier, prediction = found
+    assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED]) and prediction.kinds == PREDICTED_KINDS

@@ -4,6 +4,7 @@ for a first use: kept, and widened, which computes the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.export.cli import main as export_cli
 from outrider.export.distill.trainer.losses import match_bound
-from outrider.export.make.pair import PairOptions, PairPaths
+from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.export.source.torch_source import load_source_model, source_logits
@@ -68,16 +70,15 @@ def test_the_pair_keeps_its_promises() -> None:
     out perplexity is under 20 and two thirds of the tested tokens are accepted at temperature 0.8; after up to 900
     tokens, 0.55 of them, and 0.66 of greedy ones.
     """
-    assert (reference.target_dir() / "model.safetensors").stat().st_size <= 40_000_000
-    assert (reference.draft_dir() / "model.safetensors").stat().st_size <= 4_000_000
-    metrics = stored("metrics.json")
+    metrics, weights = stored("metrics.json"), "model.safetensors"
+    for directory, largest in ((reference.target_dir(), 40_000_000), (reference.draft_dir(), 4_000_000)):
+        assert (directory / weights).stat().st_size <= largest
     assert metrics["parameters"]["target"] >= 10 * metrics["parameters"]["draft"]
     assert metrics["heldout"]["target"]["perplexity"] < 20.0
     assert {row["temperature"]: row["in_chain"] for row in metrics["acceptance"]}[0.8] >= 0.66
     rows = metrics["acceptance_by_context"]
-    assert [(row["temperature"], row["context"]) for row in rows] == [
-        (temperature, context) for temperature in (0.0, 0.8) for context in (100, 300, 600, 900)
-    ]
+    contexts = itertools.product((0.0, 0.8), (100, 300, 600, 900))
+    assert [(row["temperature"], row["context"]) for row in rows] == list(contexts)
     for row in rows:
         assert row["in_chain"] >= {0.0: 0.66, 0.8: 0.55}[row["temperature"]] and row["error"] < 0.015
 
@@ -90,18 +91,19 @@ def test_both_models_have_one_tokenizer() -> None:
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_the_tokenizer_gives_back_every_byte(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    "text", ["def f(x_1):\n    return x_1\n", "naïve – 東京 🙂", "\t\r\n  \n\n\tif a != b :", "x" * 50]
+)
+def test_the_tokenizer_gives_back_every_byte(tokenizer: Tokenizer, text: str) -> None:
     """Encoding and decoding is the identity on code, on other scripts and on odd white space."""
-    for text in ("def f(x_1):\n    return x_1\n", "naïve – 東京 🙂", "\t\r\n  \n\n\tif a != b :", "x" * 50):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_prompts_are_many_distinct_and_from_heldout_files(tokenizer: Tokenizer) -> None:
     """At least 240 prompts of 30 to 120 tokens, none twice, each found in its held-out file at its line."""
     texts = {entry["path"]: entry["text"] for entry in stored("heldout.json")}
     prompts = reference.load_prompts()
-    assert len(prompts) >= 240
-    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    assert len({prompt.text for prompt in prompts}) == len(prompts) >= 240
     for prompt in prompts:
         lines = texts[prompt.file].split("\n")[prompt.line - 1 :]
         assert "\n".join(lines).startswith(prompt.text.partition("\n\n")[2]) or "\n".join(lines).startswith(prompt.text)
@@ -118,11 +120,10 @@ def test_a_limit_takes_the_first_prompts() -> None:
 def test_the_split_is_deterministic_and_disjoint() -> None:
     """Whole files are held out, the same ones in any order of reading, and none is in both halves."""
     files = [SourceFile(f"m{index}.py", "x = 1\n" * (1500 + index)) for index in range(40)]
-    corpus = split(files, num_heldout=5)
-    assert {file.path for file in corpus.heldout} == {file.path for file in split(files[::-1], num_heldout=5).heldout}
-    assert len(corpus.heldout) == 5
-    assert not {file.path for file in corpus.heldout} & {file.path for file in corpus.train}
-    assert len(corpus.train) + len(corpus.heldout) == 40
+    corpus, backwards = split(files, num_heldout=5), split(files[::-1], num_heldout=5)
+    heldout, train = ({file.path for file in half} for half in (corpus.heldout, corpus.train))
+    assert heldout == {file.path for file in backwards.heldout} and not heldout & train
+    assert (len(corpus.heldout), len(corpus.train)) == (5, 35)
 
 
 def test_the_library_gives_the_stored_heldout_files() -> None:
@@ -199,16 +200,12 @@ def test_the_reference_target_is_widened_unless_asked_otherwise(
     precision: str | None,
 ) -> None:
     """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
-    seen: list[tuple[object, ...]] = []
-
-    def export(*given: object, options: PairOptions, **_: object) -> tuple[()]:
-        seen.append((*given[:2], options.target.widen_mb, options.target.precision))
-        return ()
-
+    export = MagicMock(return_value=())
     monkeypatch.setattr(export_cli, "export_pair", export)
     assert run_export(monkeypatch, "pair", *arguments) == 0
-    shown = capsys.readouterr()
-    assert seen == [(*models, widen_mb, precision)]
+    shown, given = capsys.readouterr(), export.call_args
+    target = given.kwargs["options"].target
+    assert (given.args[:2], target.widen_mb, target.precision) == (models, widen_mb, precision)
     assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
     assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
 
@@ -217,19 +214,16 @@ def test_the_cached_pair_is_printed_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the commands of the device and the server read; only the reference pair is kept."""
-    seen: dict[str, object] = {}
-
-    def export(**options: object) -> PairPaths:
-        seen.update(options)
-        return PairPaths(Path("d"), Path("t"))
-
+    export = MagicMock(return_value=PairPaths(Path("d"), Path("t")))
     monkeypatch.setattr(export_cli, "export_reference_pair", export)
-    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(DraftChoice(emulate_npu=True)))) == 0
-    assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
-    assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
-    assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
-    assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
-    assert seen["widen_mb"] is None and seen["draft"] == ExportOptions("draft", runtime="onnxruntime")
+    for given, choice, widen_mb, draft in (
+        (700.0, DraftChoice(emulate_npu=True), 700.0, ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)),
+        (0.0, DraftChoice("onnxruntime"), None, ExportOptions("draft", runtime="onnxruntime")),
+    ):
+        assert run_export(monkeypatch, *export_arguments(given, *draft_kind(choice))) == 0
+        assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
+        options = export.call_args.kwargs
+        assert (options["widen_mb"], options["target_precision"], options["draft"]) == (widen_mb, "fp32", draft)
     assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
     assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
 
@@ -301,13 +295,13 @@ def test_a_widened_model_computes_the_same(tmp_path: Path, family: str, override
 
 def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
     """Too small a wish, a widened model, a place that is taken, a feed-forward of another make."""
-    source = make_source(tmp_path / "source")
-    with pytest.raises(ExportError, match="cannot be widened"):
-        widen(source, tmp_path / "wide", 0.01)
-    with pytest.raises(ExportError, match=r"\(gpt_neox\) cannot be widened: it has 0 matrices"):
-        widen(make_source(tmp_path / "ungated", "gpt_neox"), tmp_path / "wide", 2.0)
-    widen(source, tmp_path / "wide", 2.0)
-    with pytest.raises(ExportError, match="not empty"):
-        widen(source, tmp_path / "wide", 2.0)
-    with pytest.raises(ExportError, match="widened already"):
-        widen(tmp_path / "wide", tmp_path / "wider", 4.0)
+    source, ungated = make_source(tmp_path / "source"), make_source(tmp_path / "ungated", "gpt_neox")
+    wide = widen(source, tmp_path / "wide", 2.0).path
+    for model, to, megabytes, message in (
+        (source, tmp_path / "wider", 0.01, "cannot be widened"),
+        (ungated, tmp_path / "wider", 2.0, r"\(gpt_neox\) cannot be widened: it has 0 matrices"),
+        (source, wide, 2.0, "not empty"),
+        (wide, tmp_path / "wider", 4.0, "widened already"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            widen(model, to, megabytes)

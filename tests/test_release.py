@@ -104,21 +104,21 @@ def test_vulnerable_clean_and_not_asked_are_three_things(tmp_path: Path, monkeyp
     install(tmp_path / "site", "demo", "1.0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     options = ["-s", "osv", "--cache-dir", str(tmp_path / "cache"), "--timeout", "5", "--osv-url"]
-    with raw_server(writes(answer_of(known("PYSEC-2026-1")))) as service:
-        found = audit(tmp_path / "site", release.OWN, [*options, service.url])
-    assert (found.verdict, found.words) == (Verdict.VULNERABLE, "1 known vulnerabilities: demo 1.0: PYSEC-2026-1")
-    with raw_server(writes(answer_of())) as service:
-        found = audit(tmp_path / "site", release.OWN, [*options, service.url])
-    assert (found.verdict, found.words) == (Verdict.CLEAN, "no known vulnerabilities in 1 packages")
+    for answer, expected in (
+        (answer_of(known("PYSEC-2026-1")), (Verdict.VULNERABLE, "1 known vulnerabilities: demo 1.0: PYSEC-2026-1")),
+        (answer_of(), (Verdict.CLEAN, "no known vulnerabilities in 1 packages")),
+    ):
+        with raw_server(writes(answer)) as service:
+            found = audit(tmp_path / "site", release.OWN, [*options, service.url])
+        assert (found.verdict, found.words) == expected
     found = audit(tmp_path / "site", release.OWN, [*options, service.url])  # it has ended
     assert found.verdict is Verdict.NOT_ASKED and found.words.startswith("the advisory service gave no answer: ")
 
 
 def test_a_service_that_knows_no_package_was_not_asked() -> None:
     """Our own packages are nowhere; of others each must be known."""
-    own = {"name": "outrider", "skip_reason": "not found"}
+    own, lost = ({"name": name, "skip_reason": "not found"} for name in ("outrider", "typer"))
     good = {"name": "numpy", "version": "2.2", "vulns": []}
-    lost = {"name": "typer", "skip_reason": "not found"}
     verdicts = [
         judge(json.dumps({"dependencies": packages}), "No known vulnerabilities found", release.OWN).verdict
         for packages in ([own, good], [own, good, lost], [own, lost], [own], [])
@@ -126,9 +126,10 @@ def test_a_service_that_knows_no_package_was_not_asked() -> None:
     assert verdicts == [Verdict.CLEAN, *[Verdict.NOT_ASKED] * 4]
 
 
-def test_the_exit_status_tells_them_apart() -> None:
+@pytest.mark.parametrize(
+    ("verdict", "expected"), [(Verdict.CLEAN, [0, 0]), (Verdict.VULNERABLE, [1, 1]), (Verdict.NOT_ASKED, [0, 3])]
+)
+def test_the_exit_status_tells_them_apart(verdict: Verdict, expected: list[int]) -> None:
     """A vulnerable release fails; one that could not be audited fails where that is asked for."""
-    for verdict, plain, strict in ((Verdict.CLEAN, 0, 0), (Verdict.VULNERABLE, 1, 1), (Verdict.NOT_ASKED, 0, 3)):
-        found = Audit(verdict, "")
-        assert release.exit_status(found, is_audit_required=False) == plain
-        assert release.exit_status(found, is_audit_required=True) == strict
+    found = [release.exit_status(Audit(verdict, ""), is_audit_required=each) for each in (False, True)]
+    assert found == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -51,6 +51,25 @@ def row_of(seed: int, size: int = VOCAB) -> NDArray[np.float32]:
     return (np.random.default_rng(seed).standard_normal(size) * 4).astype(np.float32)
 
 
+def state_after(
+    rules: ProcessorOptions,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    size: int = VOCAB,
+    stop_ids: frozenset[int] = STOPS,
+) -> OptionsProcessor:
+    state = OptionsProcessor(rules, prompt, size, stop_ids)
+    for token in text:
+        state.advance(token)
+    return state
+
+
+def changed(state: OptionsProcessor, row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The row, which is changed in place."""
+    state.apply(row)
+    return row
+
+
 def by_transformers(
     row: NDArray[np.float32], rules: ProcessorOptions, prompt: list[int], text: list[int], stop_ids: frozenset[int]
 ) -> NDArray[np.float32]:
@@ -85,15 +104,13 @@ def test_rows_change_as_in_transformers_token_by_token(
 ) -> None:
     """Bit for bit, where anything is left to pick; a masked row keeps a finite maximum."""
     state = OptionsProcessor(rules, prompt, VOCAB, STOPS)
-    for length in range(len(text) + 1):
-        row = row_of(seed + length)
-        expected = by_transformers(row, rules, prompt, text[:length], STOPS)
-        state.apply(row)
+    for length, token in enumerate([*text, 0]):
+        expected = by_transformers(row_of(seed + length), rules, prompt, text[:length], STOPS)
+        row = changed(state, row_of(seed + length))
         assert math.isfinite(row.max())
         if math.isfinite(expected.max()):
             np.testing.assert_array_equal(row, expected)
-        if length < len(text):
-            state.advance(text[length])
+        state.advance(token)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,62 +120,41 @@ def test_a_state_goes_back_as_if_it_had_never_been_elsewhere(
 ) -> None:
     """Whatever was advanced and truncated before, only the tokens that it now holds count."""
     kept = min(kept, len(text))
-    state = OptionsProcessor(rules, prompt, VOCAB, STOPS)
-    for token in text[:kept] + wrong:
-        state.advance(token)
+    state, fresh = state_after(rules, prompt, text[:kept] + wrong), state_after(rules, prompt, text)
     state.truncate(kept)
     for token in text[kept:]:
         state.advance(token)
-    fresh = OptionsProcessor(rules, prompt, VOCAB, STOPS)
-    for token in text:
-        fresh.advance(token)
     assert state.length == fresh.length == len(text)
-    mine, theirs = row_of(seed), row_of(seed)
-    state.apply(mine)
-    fresh.apply(theirs)
-    np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(changed(state, row_of(seed)), changed(fresh, row_of(seed)))
 
 
 def test_a_long_text_is_counted() -> None:
     """More distinct tokens than the first arrays hold."""
-    state = OptionsProcessor(ProcessorOptions(repetition_penalty=2.0, frequency_penalty=1.0), [1], 1000)
-    for token in [*range(500), 7]:
-        state.advance(token)
-    row = np.full(1000, 8.0, dtype=np.float32)
-    state.apply(row)
-    assert row[1] == row[499] == 3.0
-    assert row[7] == 2.0
-    assert row[500] == 8.0
+    rules = ProcessorOptions(repetition_penalty=2.0, frequency_penalty=1.0)
+    state = state_after(rules, [1], [*range(500), 7], 1000)
+    row = changed(state, np.full(1000, 8.0, dtype=np.float32))
+    assert row[[1, 499, 7, 500]].tolist() == [3.0, 3.0, 2.0, 8.0]
 
 
 def test_ids_that_a_shorter_row_lacks_change_nothing() -> None:
     """A draft's rows may end before the target's."""
     rules = ProcessorOptions(1.5, 1.0, 1.0, ((9, 5.0),), ((9,), (1, 9)), 4, (9, 2))
-    state = OptionsProcessor(rules, [9, 8], 5, frozenset({8, 4}))
-    state.advance(9)
-    state.advance(1)
-    row = np.arange(5, dtype=np.float32)
-    state.apply(row)
-    assert row.argmax() == 2
+    state = state_after(rules, [9, 8], [9, 1], 5, frozenset({8, 4}))
+    assert changed(state, np.arange(5, dtype=np.float32)).argmax() == 2
     # None of them: the row stays.
     state = OptionsProcessor(ProcessorOptions(allowed_ids=(9,)), [], 5)
-    row = np.arange(5, dtype=np.float32)
-    state.apply(row)
-    assert row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert changed(state, np.arange(5, dtype=np.float32)).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_text_goes_on_where_every_id_would_be_forbidden() -> None:
     """A minimum of tokens gives way before bad words, and those before the allowed ids."""
-    stops, both = frozenset({0}), (0, 1)
-    row = np.array([1.0, 2.0, 9.0], dtype=np.float32)
-    OptionsProcessor(ProcessorOptions(allowed_ids=both, bad_words=((1,),), min_tokens=5), [], 3, stops).apply(row)
-    assert row.argmax() == 0
-    row = np.array([1.0, 2.0, 9.0], dtype=np.float32)
-    OptionsProcessor(ProcessorOptions(allowed_ids=both, bad_words=((0,), (1,)), min_tokens=5), [], 3, stops).apply(row)
-    assert row.argmax() == 1
-    row = np.array([-np.inf, -np.inf, 9.0], dtype=np.float32)
-    OptionsProcessor(ProcessorOptions(allowed_ids=both), [], 3).apply(row)
-    assert row.tolist() == [0.0, 0.0, -np.inf]
+    for words, best in ((((1,),), 0), (((0,), (1,)), 1)):
+        rules = ProcessorOptions(allowed_ids=(0, 1), bad_words=words, min_tokens=5)
+        state = OptionsProcessor(rules, [], 3, frozenset({0}))
+        assert changed(state, np.array([1.0, 2.0, 9.0], dtype=np.float32)).argmax() == best
+    state = OptionsProcessor(ProcessorOptions(allowed_ids=(0, 1)), [], 3)
+    masked = np.array([-np.inf, -np.inf, 9.0], dtype=np.float32)
+    assert changed(state, masked).tolist() == [0.0, 0.0, -np.inf]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -195,19 +191,16 @@ def test_logits_near_the_lowest_of_float32_leave_typical_p_something() -> None:
 def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
     """As llama.cpp does; nothing where fewer than two reach the threshold, or the coin says no."""
     params = SamplingParams(temperature=1.0, seed=4)
-    row = np.log(np.array([0.05, 0.3, 0.4, 0.2, 0.05], dtype=np.float32))
-    everything = np.arange(5)
-    always = Narrowing(ProcessorOptions(xtc_probability=1.0, xtc_threshold=0.1))
-    assert always.narrow(row, everything, params, 9).tolist() == [0, 3, 4]
-    for probability, threshold in ((1.0, 0.35), (0.0, 0.1)):
-        never = Narrowing(ProcessorOptions(xtc_probability=probability, xtc_threshold=threshold))
-        assert never.narrow(row, everything, params, 9).size == 5
-    half = Narrowing(ProcessorOptions(xtc_probability=0.5, xtc_threshold=0.1))
-    sizes = {p: half.narrow(row, everything, params, p).size for p in range(400)}
-    assert all((size == 3) == (coin(4, p) < 0.5) for p, size in sizes.items())
-    assert 160 < sum(size == 3 for size in sizes.values()) < 240
-    assert always.narrow(np.zeros(3, dtype=np.float32), np.arange(3), params, 0).tolist() == [2]
-    assert always.narrow(np.array([0, 0, -np.inf], dtype=np.float32), np.arange(3), params, 0).tolist() == [1]
+    logits = np.log([0.05, 0.3, 0.4, 0.2, 0.05]).tolist()
+
+    def left(probability: float, threshold: float, row: list[float] = logits, position: int = 9) -> list[int]:
+        narrowing = Narrowing(ProcessorOptions(xtc_probability=probability, xtc_threshold=threshold))
+        return list(narrowing.narrow(np.array(row, dtype=np.float32), np.arange(len(row)), params, position))
+
+    assert left(1.0, 0.1) == [0, 3, 4] and left(1.0, 0.35) == left(0.0, 0.1) == [0, 1, 2, 3, 4]
+    is_narrowed = [len(left(0.5, 0.1, position=position)) == 3 for position in range(400)]
+    assert is_narrowed == [coin(4, position) < 0.5 for position in range(400)] and 160 < sum(is_narrowed) < 240
+    assert (left(1.0, 0.1, [0.0] * 3, 0), left(1.0, 0.1, [0.0, 0.0, -math.inf], 0)) == ([2], [1])
 
 
 def test_the_coin_is_pinned_to_the_bit() -> None:
@@ -228,15 +221,11 @@ GOLDEN_COINS = [0.29721999892903184, 0.9349542191484321, 0.36766740234160067, 0.
 )
 def test_the_first_candidate_is_the_pick(seed: int, temperature: float, top_k: int, typical: float, xtc: float) -> None:
     """A device ranks by the same truncated distribution."""
-    params, narrowing = (
-        SamplingParams(temperature, top_k, seed=seed),
-        Narrowing(ProcessorOptions(typical_p=typical, xtc_probability=xtc, xtc_threshold=0.05)),
-    )
-    row = row_of(seed)
-    found = candidates(row, params, 11, 4, narrowing)
-    assert found.tokens[0] == pick(row, params, 11, narrowing)
-    if temperature == 0.0:
-        assert found.tokens[0] == pick(row, params, 11)
+    params, row = SamplingParams(temperature, top_k, seed=seed), row_of(seed)
+    narrowing = Narrowing(ProcessorOptions(typical_p=typical, xtc_probability=xtc, xtc_threshold=0.05))
+    first, *_ = candidates(row, params, 11, 4, narrowing).tokens
+    assert first == pick(row, params, 11, narrowing)
+    assert temperature > 0.0 or first == pick(row, params, 11)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +264,9 @@ def test_a_plan_replays_the_part_of_the_text_that_the_prompt_holds() -> None:
     """A resumed text's penalties and bad words see it as text; a plain plan has no state."""
     rules = ProcessorOptions(presence_penalty=1.0, bad_words=((4, 6),))
     (state,) = ProcessorPlan(rules, num_generated=2).states([6, 5, 4], VOCAB)
-    assert state.length == 2
     row = np.zeros(VOCAB, dtype=np.float32)
     state.apply(row)
-    assert np.flatnonzero(row).tolist() == [4, 5, 6]
-    assert row[4] == row[5] == -1.0
-    assert row[6] == -np.inf
+    assert state.length == 2
+    assert {token: row[token] for token in np.flatnonzero(row)} == {4: -1.0, 5: -1.0, 6: -np.inf}
     assert ProcessorPlan(ProcessorOptions(typical_p=0.5)).states([6], VOCAB) == []
     assert ProcessorPlan().narrowing is None

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from bench.plain_text import plain_texts
 from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import LocalEndpoint, fake_draft, serve_local
-from tests.serving import EOS_ID, FakeServer, Transcript, fake_tokenizer, run_session, serve_fake
+from tests.serving import EOS_ID, FakeServer, Transcript, code_of, fake_tokenizer, run_session
 from tests.test_edge_resume import PROMPT as SCRIPTED
 from tests.test_edge_resume import Script, ended, opened, session, stream
 from tests.test_openai_fields import with_tokens
 from tests.waiting import run
 
-from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli.run import make_request
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.drafting.depth import FixedDepth
@@ -45,7 +45,6 @@ PROMPT = tuple(fake_tokenizer().encode("def verify(tokens, drafts):"))
 PARAMS = SamplingParams(0.8, seed=5)
 SAMPLED = {"temperature": 0.8, "seed": 5}
 COUNT = 24
-SURE = EngineConfig(policy=Policy.VERIFY, looks_up=False)
 FIELDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.8, "frequency_penalty": 0.4},
     "bias": {"logit_bias": {"12": 6.0, "13": -100, str(EOS_ID): 9}, "min_tokens": 12},
@@ -71,12 +70,6 @@ def truth(rules: ProcessorOptions, count: int = COUNT) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def cloud() -> Iterator[FakeServer]:
-    with serve_fake(config=SURE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(cloud: FakeServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=cloud.url, timeout=30.0) as opened:
         yield opened
@@ -97,9 +90,8 @@ def texted(client: httpx.Client, prompt: Sequence[int], **fields: Any) -> Transc
 def test_a_session_has_the_text_of_its_rules(client: httpx.Client, name: str) -> None:
     """From the start, and resumed in mid-text with `generated`."""
     expected = truth(RULES[name])
-    assert expected != truth(ProcessorOptions())
-    assert texted(client, PROMPT, **FIELDS[name]).tokens == expected
     later = texted(client, [*PROMPT, *expected[:5]], generated=5, max_tokens=COUNT - 5, **FIELDS[name])
+    assert texted(client, PROMPT, **FIELDS[name]).tokens == expected != truth(ProcessorOptions())
     assert later.tokens == expected[5:]
 
 
@@ -114,8 +106,7 @@ def test_verified_blocks_make_the_text_of_their_rules(client: httpx.Client, name
         answer = client.post("/v1/verify", json={"items": [{**item, **SAMPLED, **FIELDS[name]}]}).json()
         (result,) = answer["results"]
         assert result["accepted"] == min(3, len(expected) - len(text) - (len(result["tokens"]) == 3))
-        text += result["tokens"]
-        held = result.get("prefix_hash")
+        text, held = [*text, *result["tokens"]], result.get("prefix_hash")
     assert text == expected
 
 
@@ -127,17 +118,16 @@ def test_completions_take_the_fields_of_openai_and_vllm(
     """Bad words are texts there, and become token ids. The endpoint passes them on, and its drafts are accepted."""
     fields, rules = dict(FIELDS[name]), RULES[name]
     if name == "words":
-        words = ["verify", "t"]
-        found = bad_word_ids(lambda text: fake_tokenizer().encode(text, add_special_tokens=False), words)
-        assert len(found) > 2
-        fields["bad_words"], rules = words, replace(rules, bad_words=tuple(map(tuple, found)))
+        fields["bad_words"] = ["verify", "t"]
+        encode = partial(fake_tokenizer().encode, add_special_tokens=False)
+        rules = replace(rules, bad_words=tuple(map(tuple, bad_word_ids(encode, fields["bad_words"]))))
+        assert len(rules.bad_words) > 2
     body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
     answer = httpx.post((local if is_local else cloud).url + "/v1/completions", json=body, timeout=30.0)
     assert answer.status_code == 200, answer.text
     tokens, usage = truth(rules), answer.json()["usage"]
-    shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
-    assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
-    assert usage["completion_tokens"] == len(tokens)
+    shown = fake_tokenizer().decode(tokens[:-1] if tokens[-1] == EOS_ID else tokens)
+    assert (answer.json()["choices"][0]["text"], usage["completion_tokens"]) == (shown, len(tokens))
     assert not is_local or usage["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
@@ -174,50 +164,40 @@ def test_bad_words_have_a_form_after_a_space() -> None:
 )
 def test_what_is_out_of_range_is_refused_by_name(client: httpx.Client, field: str, value: Any) -> None:
     """In sessions, in items to verify, and in completions."""
-    calls: list[tuple[str, dict[str, Any]]] = [("/v1/sessions", {"prompt": [1, 2, 3], "max_tokens": 4, field: value})]
-    if field != "generated":  # completions ignore fields that they do not know
-        calls.append(("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4, field: value}))
-    for path, body in calls:
-        answer = client.post(path, json=body)
+    # Completions ignore fields that they do not know.
+    for path in ("/v1/sessions",) if field == "generated" else ("/v1/sessions", "/v1/completions"):
+        answer = client.post(path, json={"prompt": [1, 2, 3], "max_tokens": 4, field: value})
         error = ErrorAnswer.model_validate_json(answer.content).error
         assert (answer.status_code, error.code) == (400, "invalid_parameter")
         assert error.message.startswith(field) and len(error.message) < 300
     (result,) = client.post("/v1/verify", json={"items": [{"prefix": [1, 2, 3], field: value}]}).json()["results"]
-    assert result["error"]["code"] == "invalid_parameter"
-    assert field in result["error"]["message"]
+    assert result["error"]["code"] == "invalid_parameter" and field in result["error"]["message"]
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": {"9999": 1}}, {"allowed_token_ids": [1, 9999]}])
-def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(client: httpx.Client, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/completions"])
+@pytest.mark.parametrize(("field", "value"), [("logit_bias", {"9999": 1}), ("allowed_token_ids", [1, 9999])])
+def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(
+    client: httpx.Client, field: str, value: Any, path: str
+) -> None:
     """Everywhere; bad words of completions are texts, so they have none."""
-    for path in ("/v1/sessions", "/v1/completions"):
-        answer = client.post(path, json={"prompt": [1], "max_tokens": 4, **fields})
-        error = ErrorAnswer.model_validate_json(answer.content).error
-        assert error.code == "token_out_of_range" and error.message.startswith(next(iter(fields)))
+    answer = client.post(path, json={"prompt": [1], "max_tokens": 4, field: value})
+    assert code_of(answer) == (400, "token_out_of_range") and answer.json()["error"]["message"].startswith(field)
 
 
 def test_rules_are_sent_only_where_there_are_some() -> None:
     """A server from before takes requests without; a resumed text says how much of its prompt is text."""
 
     def sent(rules: ProcessorOptions) -> list[dict[str, Any]]:
-        script = Script(
-            session(opened(), Commit(base=0, tokens=[5, 6])), session(opened(), Commit(base=0, tokens=[7]), ended())
-        )
-        bodies: list[dict[str, Any]] = []
-
-        def answer(request: httpx.Request) -> httpx.Response:
-            bodies.append(json.loads(request.content))
-            return script(request)
-
-        run(stream(answer, GenerationRequest(SCRIPTED, max_tokens=3, processors=rules)))
-        return bodies
+        first, second = Commit(base=0, tokens=[5, 6]), Commit(base=0, tokens=[7])
+        script = MagicMock(side_effect=Script(session(opened(), first), session(opened(), second, ended())))
+        run(stream(script, GenerationRequest(SCRIPTED, max_tokens=3, processors=rules)))
+        return [json.loads(call.args[0].content) for call in script.call_args_list]
 
     plain, later = sent(ProcessorOptions())
     assert not {"generated", "logit_bias", "min_tokens"} & (plain.keys() | later.keys())
     first, second = sent(ProcessorOptions(logit_bias=((4, -2.0),), bad_words=((1, 2),)))
     assert first["logit_bias"] == second["logit_bias"] == {"4": -2.0} and first["bad_words"] == [[1, 2]]
-    assert "generated" not in first and second["generated"] == 2
-    assert "presence_penalty" not in first
+    assert not {"generated", "presence_penalty"} & first.keys() and second["generated"] == 2
 
 
 class NotKnowing(ModelDrafter):
@@ -228,19 +208,14 @@ class NotKnowing(ModelDrafter):
 
 
 @each_rule
-def test_a_device_that_knows_the_rules_has_more_tokens_accepted(cloud: FakeServer, name: str) -> None:
+async def test_a_device_that_knows_the_rules_has_more_tokens_accepted(cloud: FakeServer, name: str) -> None:
     """The draft is as good as can be, so with rules all it drafts is accepted; the text is the same."""
-
-    async def write(drafter: ModelDrafter) -> GenerationResult:
-        async with VerifierClient(cloud.url) as client:
-            agent = StopAndWaitAgent(Endpoints([client]), drafter, FixedDepth(4), Estimates())
-            return await agent.generate(asked(RULES[name], 40))
-
-    knowing = asyncio.run(write(ModelDrafter(fake_draft(agreement=1.0))))
-    blind = asyncio.run(write(NotKnowing(fake_draft(agreement=1.0))))
+    knowing, blind = [
+        await written(cloud.url, kind(fake_draft(agreement=1.0)), asked(RULES[name], 40))
+        for kind in (ModelDrafter, NotKnowing)
+    ]
     assert list(knowing.tokens) == list(blind.tokens) == truth(RULES[name], 40)
-    assert knowing.acceptance_rate == 1.0
-    assert blind.acceptance_rate is not None and blind.acceptance_rate < 0.95
+    assert blind.acceptance_rate is not None and blind.acceptance_rate < 0.95 < 1.0 == knowing.acceptance_rate
     assert knowing.num_passes < blind.num_passes
 
 
@@ -251,8 +226,7 @@ def test_branches_of_a_draft_are_each_ruled_by_their_own_tokens(name: str) -> No
     drafter, tokens = ModelDrafter(fake_draft(agreement=1.0)), truth(RULES[name], 8)
     drafter.begin(PROMPT, PARAMS, plan)
     branches = [[], tokens[:1], [99], tokens[:2], [99, 12], [12, 12, 40]]
-    found = drafter.guess(branches, 3)
-    for branch, guesses in zip(branches, found, strict=True):
+    for branch, guesses in zip(branches, drafter.guess(branches, 3), strict=True):
         fresh = ModelDrafter(fake_draft(agreement=1.0))
         fresh.begin([*PROMPT, *branch], PARAMS, replace(plan, num_generated=len(branch)))
         assert fresh.guess([[]], 3) == [guesses]
@@ -293,45 +267,42 @@ SCHEMA = """{
 }"""
 
 
-@pytest.fixture
-def schema(tmp_path: Path) -> Path:
-    path = tmp_path / "schema.json"
-    path.write_text(SCHEMA)
-    return path
+async def written(
+    url: str, drafter: ModelDrafter | None, request: GenerationRequest, depth: int = 4
+) -> GenerationResult:
+    async with VerifierClient(url) as client:
+        agent = StopAndWaitAgent(Endpoints([client]), drafter, FixedDepth(depth if drafter else 0), Estimates())
+        return await agent.generate(request)
 
 
-def test_the_grammar_goes_to_the_session_and_to_the_draft(schema: Path) -> None:
+async def test_the_grammar_goes_to_the_session_and_to_the_draft(server: FakeServer, tmp_path: Path) -> None:
     """The texts are those without drafts, and what the grammar forces is drafted."""
-    with serve_fake() as cloud:
-
-        async def write(mode: Mode, **fields: Any) -> GenerationResult:
-            options = RunOptions(prompt="zip", mode=mode, seed=3, max_tokens=200, **fields)
-            request = make_request(options, fake_tokenizer())
-            assert (request.draft_grammar is None) is (mode is Mode.CLOUD_ONLY)
-            drafter = None if mode is Mode.CLOUD_ONLY else ModelDrafter(fake_draft(0.5))
-            async with VerifierClient(cloud.url) as client:
-                depth = FixedDepth(0 if drafter is None else 6)
-                agent = StopAndWaitAgent(Endpoints([client]), drafter, depth, Estimates())
-                return await agent.generate(request)
-
-        for fields, pattern in (
-            ({"schema": schema}, r'\{"city":"(Paris|Rome)","days":[1-9]\}'),
-            ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
-            ({"choice_of": ["yes, of course", "not at all"]}, "yes, of course|not at all"),
-        ):
-            drafted = asyncio.run(write(Mode.STOP_AND_WAIT, **fields))
-            text = fake_tokenizer().decode(drafted.tokens)
-            assert re.fullmatch(pattern, text), text
-            assert drafted.tokens == asyncio.run(write(Mode.CLOUD_ONLY, **fields)).tokens
-            if "regex" not in fields:
-                assert drafted.num_passes < len(drafted.tokens) // 2
+    (tmp_path / "schema.json").write_text(SCHEMA)
+    for fields, pattern in (
+        ({"schema": tmp_path / "schema.json"}, r'\{"city":"(Paris|Rome)","days":[1-9]\}'),
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"choice_of": ["yes, of course", "not at all"]}, "yes, of course|not at all"),
+    ):
+        options: dict[str, Any] = {"prompt": "zip", "seed": 3, "max_tokens": 200, **fields}
+        asked, bare = (
+            make_request(RunOptions(mode=mode, **options), fake_tokenizer())
+            for mode in (Mode.STOP_AND_WAIT, Mode.CLOUD_ONLY)
+        )
+        assert asked.draft_grammar is not None and bare.draft_grammar is None
+        drafted = await written(server.url, ModelDrafter(fake_draft(0.5)), asked, 6)
+        text = fake_tokenizer().decode(drafted.tokens)
+        assert re.fullmatch(pattern, text), text
+        assert drafted.tokens == (await written(server.url, None, bare)).tokens
+        assert "regex" in fields or drafted.num_passes < len(drafted.tokens) // 2
 
 
-def test_a_device_without_the_library_drafts_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has the grammar all the same."""
+def test_options_become_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None without one; choices in their order. A device without the library drafts without; the server has it."""
+    assert RunOptions("x").grammar is None
+    assert RunOptions("x", choice_of=["b", "a"]).grammar == GrammarSpec("choice", '["b","a"]')
     monkeypatch.setitem(sys.modules, "llguidance", None)
     request = make_request(RunOptions("x", regex="a"), fake_tokenizer())
-    assert request.grammar == GrammarSpec("regex", "a") and request.draft_grammar is None
+    assert (request.grammar, request.draft_grammar) == (GrammarSpec("regex", "a"), None)
 
 
 @pytest.mark.parametrize(
@@ -351,15 +322,8 @@ def test_options_of_grammars_are_checked(
     path = tmp_path / "schema.json"
     if schema := options.get("schema"):
         path.write_text(schema)
-    given = options | ({"schema": path} if "schema" in options else {})
     with pytest.raises(error, match=told):
-        RunOptions("x", **given)
-
-
-def test_options_become_a_grammar() -> None:
-    """None without one; choices in their order."""
-    assert RunOptions("x").grammar is None
-    assert RunOptions("x", choice_of=["b", "a"]).grammar == GrammarSpec("choice", '["b","a"]')
+        RunOptions("x", **options | ({"schema": path} if "schema" in options else {}))
 
 
 def test_a_chats_grammar_follows_the_reasoning(tmp_path: Path) -> None:
@@ -370,6 +334,5 @@ def test_a_chats_grammar_follows_the_reasoning(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = type(tokenizer).from_dir(tmp_path)
     for is_chat, after in ((True, "</think>"), (False, "")):
-        options = RunOptions("x", regex="a", chat=is_chat)
-        grammar = make_request(options, tokenizer).grammar
-        assert grammar is not None and grammar.after == after
+        grammar = make_request(RunOptions("x", regex="a", chat=is_chat), tokenizer).grammar
+        assert grammar == GrammarSpec("regex", "a", after=after)

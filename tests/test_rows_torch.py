@@ -12,22 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.pick_twins import twin_pick
 
-from outrider.models.errors import ModelFault, RequestError
+from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.matchers import LIMITS
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState, TookTooLong
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.choices_torch import RowChoices
 from outrider.models.processors.chooser import logprobs_of
 from outrider.models.processors.device_copies import HostCopy, _packed, _parts, to_device
 from outrider.models.processors.logprobs_torch import RowLogprobs, token_logprobs
-from outrider.models.processors.narrowing import Narrowing
 from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.processors.processor_plan import ProcessorPlan, apply_all
 from outrider.models.processors.rows_torch import DraftedRows, RowChanges
-from outrider.models.processors.text_rows import TextPath, TextRows
+from outrider.models.processors.text_rows import RowChange, TextPath, TextRows
 
 Row = NDArray[np.float32]
 CPU = torch.device("cpu")
@@ -77,8 +77,7 @@ def changed_rows(
     texts: Sequence[Text], own: NDArray[np.float32]
 ) -> tuple[list[tuple[int, TextPath]], list[Row | None]]:
     """Each text's path with its first row, and each row as numpy has it; None: nothing changes it, or it counts not."""
-    paths: list[tuple[int, TextPath]] = []
-    expected: list[Row | None] = []
+    paths, expected = list[tuple[int, TextPath]](), list[Row | None]()
     for plan, prompt, output, drafted, num_plain in texts:
         expected += [None] * num_plain
         text = TextRows(plan, prompt, VOCAB)
@@ -97,25 +96,19 @@ def changed_rows(
     return paths, expected
 
 
-def paths_to(parents: Sequence[int]) -> list[list[int]]:
-    """Of each node of a tree, those from its root to itself."""
-    found: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        found.append([*(found[parent] if parent >= 0 else ()), node])
-    return found
+def shown(row: RowChange | None) -> object:
+    return row and (row.counts, *(np.asarray(part).tolist() for part in (row.mask, row.bad, row.stops)))
 
 
 def assert_walked_as_lines(text: TextRows, drafted: Sequence[int], parents: Sequence[int]) -> None:
     """Each row of a tree is that of its own path alone, or is there in neither."""
     tree, before = text.walk(drafted, parents), text.length
-    for node, path in enumerate(paths_to(parents)):
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
         alone = text.walk([drafted[each] for each in path])
-        here, there = tree.rows.get(node + 1), alone.rows.get(len(path))
-        assert (here is None) == (there is None)
-        if here is not None and there is not None:
-            assert here.counts == there.counts
-            for name in ("mask", "bad", "stops"):
-                assert np.array_equal(getattr(here, name), getattr(there, name)), name
+        assert shown(tree.rows.get(node + 1)) == shown(alone.rows.get(len(path)))
     assert list(tree.rows) == sorted(tree.rows) and text.length == before
 
 
@@ -133,41 +126,26 @@ def test_a_tree_is_walked_as_its_paths(plan: ProcessorPlan, prompt: list[int], n
 @given(st.lists(_texts, min_size=1, max_size=5), st.integers(0, 1 << 30))
 def test_rows_change_to_the_bit_as_one_by_one(texts: list[Text], seed: int) -> None:
     """Rules of many texts in one step, drafts, rows that nothing changes, rows of which nothing would be left; many
-    penalized ids, so that not all rows are done at a time.
+    penalized ids and a small cache, so that not all rows are done at a time.
     """
     own = rows_of_a_model(sum(num_plain + len(drafted) + 1 for _, _, _, drafted, num_plain in texts), seed)
     paths, expected = changed_rows(texts, own)
     logits = torch.from_numpy(own.copy())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.models.processors.rows_torch._MOST_PENALIZED", 2 * VOCAB)
+        for limit in ("_MOST_PENALIZED", "_CACHED"):
+            patch.setattr(f"outrider.models.processors.rows_torch.{limit}", 2 * VOCAB)
         changes = RowChanges(paths, len(own), VOCAB, CPU)
-    is_finite = changes.apply(logits).tolist()
-    picks = logits.argmax(1)
+        is_finite, picks = changes.apply(logits).tolist(), logits.argmax(1)
     for row, truth, found, is_fine in zip(own, expected, logits.numpy(), is_finite, strict=True):
-        if truth is None:
-            continue
-        assert is_fine == bool(np.isfinite(row.max()))
-        if is_fine:
-            assert np.array_equal(truth.view(np.uint32), found.view(np.uint32))
+        if truth is not None:
+            assert is_fine == bool(np.isfinite(row.max()))
+            assert not is_fine or np.array_equal(truth.view(np.uint32), found.view(np.uint32))
     asked = [index for index, truth in enumerate(expected) if truth is not None and is_finite[index]]
     if asked:
         index = torch.tensor(asked)
         values = changes.own(logits, index, picks[index]).tolist()
         for row, pick, value in zip(asked, picks[index].tolist(), values, strict=True):
             assert value == own[row][pick]
-
-
-def test_a_mask_of_many_rows_is_applied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts are as large as a core's cache, whatever the vocabulary."""
-    monkeypatch.setattr("outrider.models.processors.rows_torch._CACHED", 2 * VOCAB)
-    plan = ProcessorPlan(ProcessorOptions(allowed_ids=(1, 5)))
-    own = np.random.default_rng(0).standard_normal((9, VOCAB)).astype(np.float32)
-    paths = [(first, TextRows(plan, (), VOCAB).walk(())) for first in range(1, 8)]
-    logits = torch.from_numpy(own.copy())
-    RowChanges(paths, 9, VOCAB, CPU).apply(logits)
-    assert np.array_equal(logits[[0, 8]].numpy(), own[[0, 8]])
-    for index in range(1, 8):
-        assert np.array_equal(logits[index].numpy(), apply_all(plan.states((), VOCAB), own[index]))
 
 
 _params = st.builds(
@@ -203,12 +181,8 @@ def test_picks_are_those_of_numpy(
     picks = choices.choose(torch.from_numpy(own.copy())).tolist()
     for row, (token, truth_row) in enumerate(zip(picks, expected, strict=True)):
         changed = own[row] if truth_row is None else truth_row
-        try:
-            pick(own[row], SamplingParams(), row)
-            truth = pick(changed, params[row], row, Narrowing(narrowings[row]) if narrowings[row].narrows else None)
-        except ModelFault:
-            truth = -1
-        assert token == truth
+        is_finite = twin_pick(own[row], SamplingParams(), row) >= 0
+        assert token == (twin_pick(changed, params[row], row, narrowings[row]) if is_finite else -1)
 
 
 # -- grammars: paths and limits ----------------------------------------------------------------------------------------
@@ -227,10 +201,9 @@ def test_a_grammar_that_begins_later_allows_all_of_the_tokenizer_before(compiler
     vocabulary = compiler._vocabulary
     spelling = vocabulary.tokenizer.token(vocabulary.stop_ids[0]) or ""
     plan = plan_of(compiler, GrammarSpec("regex", "[0-9]+", after=spelling))
-    path = TextRows(plan, (), vocabulary.num_tokens + 5).walk(encoded(compiler, "a"))
-    assert len(path.rows) == 2
-    for row in path.rows.values():
-        assert row.allows(vocabulary.num_tokens - 1) and not row.allows(vocabulary.num_tokens)
+    rows = TextRows(plan, (), vocabulary.num_tokens + 5).walk(encoded(compiler, "a")).rows.values()
+    ends = [vocabulary.num_tokens - 1, vocabulary.num_tokens]
+    assert [[row.allows(token) for token in ends] for row in rows] == [[True, False]] * 2
 
 
 def test_a_path_ends_before_a_token_that_the_grammar_forbids(compiler: GrammarCompiler) -> None:
@@ -279,8 +252,7 @@ def test_a_limit_that_a_guess_reaches_is_none_of_the_text(
     error = path.errors[len(path.rows)]
     assert isinstance(error, RequestError) and error.code == "grammar_too_complex"
     assert 1 <= len(path.rows) < 64
-    fresh = TextRows(plan, (), size).walk(())
-    again = text.walk(())
+    fresh, again = TextRows(plan, (), size).walk(()), text.walk(())
     assert not again.errors and np.array_equal(again.rows[0].mask, fresh.rows[0].mask)  # type: ignore[arg-type]
     text.follow((), [x] * (len(path.rows) - 1))
     with pytest.raises(RequestError, match="too costly"):
@@ -298,11 +270,10 @@ def test_guesses_cost_and_give_nothing_back(compiler: GrammarCompiler, monkeypat
     cost.spend(0.2)
     text.walk([one] * 16)
     assert 0.19 < cost._excess_s <= 0.2  # a mask of the text's own pays 2 ms at most
-    with monkeypatch.context() as patch:
-        patch.setattr("outrider.models.grammar.state.FREE_S", -1.0)
-        cost._free_s = -1.0
-        with pytest.raises(TookTooLong):
-            text.walk([one])
+    monkeypatch.setattr("outrider.models.grammar.state.FREE_S", -1.0)
+    cost._free_s = -1.0
+    with pytest.raises(TookTooLong):
+        text.walk([one])
 
 
 def test_a_tree_is_walked_as_its_paths_inside_a_grammar(compiler: GrammarCompiler) -> None:
@@ -361,12 +332,11 @@ def test_what_is_committed_ends_with_the_first_pick_that_was_not_drafted(
     found = DraftedRows(drafted, width, CPU).committed(flat)
     assert found.dtype == torch.int32 and found.shape == (len(drafted), width)
     for own, guesses, row in zip(picks, drafted, found.tolist(), strict=True):
-        truth = []
-        for token, guess in zip(own, [*guesses, None], strict=True):
-            truth.append(token)
-            if token != guess or token < 0:
-                break
-        assert row == truth + [-1] * (width - len(truth))
+        others = (
+            at for at, (token, guess) in enumerate(zip(own, guesses, strict=False)) if token != guess or token < 0
+        )
+        count = next(others, len(guesses)) + 1
+        assert row == own[:count] + [-1] * (width - count)
 
 
 def test_arrays_reach_a_device_by_one_copy() -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.agents import drafter
 from tests.chi_square import CHANCE, PROMPT, Languages
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
-from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
+from tests.serving import FakeServer, code_of, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
@@ -30,9 +32,8 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.picks.acceptance import WARM_UP, Rule, RuleTerms
-from outrider.models.picks.rejection import WHOLE, SparseDistribution
+from outrider.models.picks.rejection import WHOLE
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.runtimes.base import ModelLimits
 
 REJECTION = RuleTerms(Rule.REJECTION)
 LOSSY = RuleTerms(Rule.TOLERANCE, delta=1.0)
@@ -44,43 +45,26 @@ def small(languages: Languages) -> FakeBatchRuntime:
     return FakeBatchRuntime(vocab_size=languages.size, num_blocks=1024)
 
 
-class DraftRuntime:
-    """The draft of these languages as a `SequenceRuntime`."""
+class DraftRuntime(FakeSequenceRuntime):
+    """The draft of these languages."""
 
     def __init__(self, languages: Languages) -> None:
-        self._languages = languages
-        self._tokens: list[int] = []
-        self.limits = ModelLimits(languages.size, 4096)
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
+        super().__init__(vocab_size=languages.size, max_branches=1)
+        self._languages, self._tokens = languages, list[int]()
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        self._tokens.extend(tokens)
+        self._tokens[self.length :] = tokens
+        super().extend(tokens)
         return self._languages.draft_row(tuple(self._tokens[len(PROMPT) :]))
-
-    def truncate(self, length: int) -> None:
-        del self._tokens[length:]
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 async def generate(
-    url: str,
-    mode: Mode,
-    drafter: Drafter,
-    terms: RuleTerms,
-    requests: Sequence[GenerationRequest],
+    url: str, drafter: Drafter, terms: RuleTerms, requests: Sequence[GenerationRequest]
 ) -> list[GenerationResult]:
+    """By stop-and-wait."""
     async with VerifierClient(url) as client:
-        agent = make_agent(mode, Endpoints([client]), drafter, "3", AgentOptions(terms=terms))
+        agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), drafter, "3", AgentOptions(terms=terms))
         return [await agent.generate(request) for request in requests]
-
-
-def numbers(q: SparseDistribution) -> list[int]:
-    return [number for pair in zip(q.ids, q.weights, strict=True) for number in pair]
 
 
 def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
@@ -90,15 +74,14 @@ def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
     with serve_fake(runtime=small(languages)) as server, httpx.Client(base_url=server.url, timeout=30.0) as client:
         while open_texts := [index for index, text in enumerate(texts) if len(text) < languages.length][:250]:
             items = []
-            for seed in open_texts:
-                text = texts[seed]
+            for seed, text in ((seed, texts[seed]) for seed in open_texts):
                 count = min((seed + len(text)) % 3, languages.length - len(text) - 1)
                 tokens, qs = languages.block(text, count, seed)
                 items.append(
                     {
                         "prefix": [*PROMPT, *text],
                         "draft": tokens,
-                        "draft_q": [numbers(q) for q in qs],
+                        "draft_q": [[*chain(*zip(q.ids, q.weights, strict=True))] for q in qs],
                         "rule": "rejection",
                         "temperature": languages.params.temperature,
                         "seed": seed,
@@ -114,29 +97,17 @@ def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
     assert languages.excess(texts) < CHANCE
 
 
-def requests_of(languages: Languages, seeds: range) -> list[GenerationRequest]:
-    return [GenerationRequest(PROMPT, languages.with_seed(seed), languages.length, ignore_eos=True) for seed in seeds]
-
-
-def test_stop_and_wait_by_rejection_is_a_function_of_the_seed() -> None:
+async def test_stop_and_wait_by_rejection_is_a_function_of_the_seed() -> None:
     """Every block waits for its answer, so nothing depends on time."""
     languages = Languages(length=12)
+    asked = [GenerationRequest(PROMPT, languages.with_seed(seed), 12, ignore_eos=True) for seed in range(5)]
     with serve_fake(runtime=small(languages)) as server:
-        runs = [
-            asyncio.run(
-                generate(
-                    server.url,
-                    Mode.STOP_AND_WAIT,
-                    ModelDrafter(DraftRuntime(languages)),
-                    REJECTION,
-                    requests_of(languages, range(5)),
-                )
-            )
-            for _ in range(2)
+        one, again = [
+            await generate(server.url, ModelDrafter(DraftRuntime(languages)), REJECTION, asked) for _ in range(2)
         ]
-    assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]
-    assert sum(each.num_accepted for each in runs[0]) > 10
-    assert {each.rule for each in runs[0]} == {Rule.REJECTION} and not runs[0][0].is_lossy
+    assert [each.tokens for each in one] == [each.tokens for each in again]
+    assert sum(each.num_accepted for each in one) > 10
+    assert {(each.rule, each.is_lossy) for each in one} == {(Rule.REJECTION, False)}
 
 
 def long_requests(num: int, temperature: float = 0.8) -> list[GenerationRequest]:
@@ -146,17 +117,14 @@ def long_requests(num: int, temperature: float = 0.8) -> list[GenerationRequest]
     ]
 
 
-def test_tolerance_is_calibrated_on_the_way() -> None:
+async def test_tolerance_is_calibrated_on_the_way() -> None:
     """0.7 within 0.03 after the first text: the next begins with the delta where the last ended."""
-    vocab_size = fake_tokenizer().size
+    terms = RuleTerms(Rule.TOLERANCE, acceptance=0.7)
     with serve_fake(TOLERANT, config=EngineConfig(policy=Policy.VERIFY)) as server:
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=vocab_size, agreement=0.8))
-        terms = RuleTerms(Rule.TOLERANCE, acceptance=0.7)
-        results = asyncio.run(generate(server.url, Mode.STOP_AND_WAIT, drafter, terms, long_requests(5)))
-    assert results[0].num_tested >= WARM_UP
+        results = await generate(server.url, drafter(0.8), terms, long_requests(5))
     tested, accepted = (sum(getattr(each, name) for each in results[1:]) for name in ("num_tested", "num_accepted"))
     assert tested > 300 and accepted / tested == pytest.approx(0.7, abs=0.03)
-    assert all(each.is_lossy for each in results)
+    assert results[0].num_tested >= WARM_UP and all(each.is_lossy for each in results)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +136,7 @@ def tolerant() -> Iterator[httpx.Client]:
 
 def test_tolerance_is_refused_unless_the_server_allows_it(client: httpx.Client) -> None:
     verified = client.post("/v1/verify", json={"items": [{"prefix": [1, 2], "rule": "tolerance"}]})
-    assert (verified.status_code, verified.json()["error"]["code"]) == (403, "tolerance_not_allowed")
+    assert code_of(verified) == (403, "tolerance_not_allowed")
 
 
 def judged(**fields: Any) -> dict[str, Any]:
@@ -205,23 +173,22 @@ def test_what_a_rule_cannot_judge_is_refused_by_name(
     assert answer.status_code == 400 and answer.json()["error"]["code"] in codes
 
 
-def test_xtc_goes_with_a_rule_where_its_threshold_is_off(tolerant: httpx.Client) -> None:
-    for threshold, status in ((0.6, 200), (0.5, 400)):
-        (item,) = tolerated(-0.1, 1.0)["items"]
-        item |= {"xtc_probability": 0.5, "xtc_threshold": threshold}
-        assert tolerant.post("/v1/verify", json={"items": [item]}).status_code == status
+@pytest.mark.parametrize(("threshold", "status"), [(0.6, 200), (0.5, 400)])
+def test_xtc_goes_with_a_rule_where_its_threshold_is_off(tolerant: httpx.Client, threshold: float, status: int) -> None:
+    xtc = {"xtc_probability": 0.5, "xtc_threshold": threshold}
+    item = judged(rule="tolerance", draft_log_q=[-0.1], delta=1.0, **xtc)
+    assert tolerant.post("/v1/verify", json=item).status_code == status
 
 
 def test_every_result_says_that_tolerance_is_lossy() -> None:
     """And metrics count it; other rules' results do not have the words at all."""
     with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
         item = {"prefix": [1, 2], "draft": [7], "draft_log_q": [-0.1], "rule": "tolerance", "delta": 30.0}
-        (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
+        result, bare = client.post("/v1/verify", json={"items": [item, {"prefix": [1, 2]}]}).json()["results"]
         assert result["lossy"] is True and result["accepted"] == result["tested"] == 1 and result["tokens"][0] == 7
+        assert not {"rule", "lossy", "tested"} & set(bare)
         metrics = client.get("/metrics").text
         assert "outrider_tolerance_sequences_total 1.0" in metrics and "outrider_tolerated_tokens_total 1.0" in metrics
-        (bare,) = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}]}).json()["results"]
-        assert not {"rule", "lossy", "tested"} & set(bare)
 
 
 def test_a_session_may_be_greedy(client: httpx.Client) -> None:
@@ -284,10 +251,9 @@ def test_a_draft_without_probabilities_is_refused_on_the_device() -> None:
         make_agent(Mode.STOP_AND_WAIT, endpoints, NgramDrafter(), options=AgentOptions(terms=REJECTION))
 
 
-def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
-    with serve_fake() as server, pytest.raises(OutriderError, match="does not allow it"):
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size))
-        asyncio.run(generate(server.url, Mode.STOP_AND_WAIT, drafter, LOSSY, long_requests(1)))
+async def test_a_device_that_asks_for_tolerance_hears_why_not(server: FakeServer) -> None:
+    with pytest.raises(OutriderError, match="does not allow it"):
+        await generate(server.url, drafter(1.0), LOSSY, long_requests(1))
 
 
 def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None:
@@ -308,21 +274,16 @@ def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None
 
 
 def test_what_a_rule_wrote_is_labelled_in_the_summary() -> None:
-    result = GenerationResult(
-        Mode.STOP_AND_WAIT, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1, rule=Rule.TOLERANCE
-    )
-    assert summary_lines(result)[0].startswith("LOSSY")
-    assert result_as_json(result, "a")["lossy"] is True
     plain = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1)
-    assert not summary_lines(plain)[0].startswith("LOSSY") and result_as_json(plain, "a")["lossy"] is False
+    for result, is_lossy in ((plain, False), (replace(plain, rule=Rule.TOLERANCE), True)):
+        assert summary_lines(result)[0].startswith("LOSSY") == result_as_json(result, "a")["lossy"] == is_lossy
 
 
 def test_rejection_draws_one_guess_that_depends_on_the_position_and_the_seed() -> None:
     languages = Languages()
-    drafter, propose = ModelDrafter(DraftRuntime(languages)), partial(propose_drawn, num_ids=languages.size - 1)
+    drawing, propose = ModelDrafter(DraftRuntime(languages)), partial(propose_drawn, num_ids=languages.size - 1)
     for seed in range(20):
-        drafter.begin(PROMPT, languages.with_seed(seed))
-        ((guess,),) = drafter.guess_by([[1]], propose)
-        tokens, qs = languages.block([1], 1, seed)
-        assert (guess.token, guess.evidence) == (tokens[0], qs[0])
-    assert drafter.continuation(5) == [] and drafter.length == len(PROMPT)
+        drawing.begin(PROMPT, languages.with_seed(seed))
+        ((guess,),) = drawing.guess_by([[1]], propose)
+        assert ([guess.token], [guess.evidence]) == languages.block([1], 1, seed)
+    assert drawing.continuation(5) == [] and drawing.length == len(PROMPT)

@@ -57,38 +57,43 @@ def pin_batch(file: Path) -> None:
     onnx.save(model, file)
 
 
+Opens = Callable[..., Opened]
+
+
+@pytest.fixture(scope="module")
+def opens(
+    tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Opens:
+    """Opens a runtime, and a second one that runs every sequence from its first token."""
+
+    def opens(kind: str, family: str, options: RuntimeOptions = OPTIONS) -> Opened:
+        if kind in ("openvino", "gpu"):
+            runtime = OpenVinoSequenceRuntime(tiny_ir(family), options)
+            if kind == "gpu":
+                pretend_gpu(runtime)
+            return runtime, OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS)
+        place = build(tiny_model(family), tmp_path_factory.mktemp("branches") / "onnx", "fp32")
+        if kind in ("pinned", "device"):
+            pin_batch(place / "model.onnx")
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "device":
+                patch.setattr(onnxruntime_sequence, "_CACHE_DEVICES", {CPU: "cpu"})
+            first = OnnxRuntimeSequence(place, options)
+        return first, OnnxRuntimeSequence(place, OPTIONS)
+
+    return opens
+
+
 @pytest.fixture(scope="module", params=CASES)
-def opened(
-    request: pytest.FixtureRequest,
-    tiny_ir: Callable[..., Path],
-    tiny_model: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Opened]:
-    """The runtime, and a second one that runs every sequence from its first token.
+def opened(request: pytest.FixtureRequest, opens: Opens) -> Iterator[Opened]:
+    """Both, of a kind and a family.
 
     "gpu": blocks cannot be copied. "device": the cache is not in the host's memory, as far as the runtime knows.
     """
-    kind, family = request.param.split()
-    place = tmp_path_factory.mktemp("branches") / "onnx"
-    pair: list[SequenceRuntime]
-    if kind in ("openvino", "gpu"):
-        pair = [OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2)]
-    else:
-        build(tiny_model(family), place, "fp32")
-        if kind in ("pinned", "device"):
-            pin_batch(place / "model.onnx")
-        pair = [OnnxRuntimeSequence(place, OPTIONS) for _ in range(2)]
-        if kind == "device":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(onnxruntime_sequence, "_CACHE_DEVICES", {CPU: "cpu"})
-                pair[0] = OnnxRuntimeSequence(place, OPTIONS)
-    runtime, plain = pair
-    if kind == "gpu":
-        assert isinstance(runtime, OpenVinoSequenceRuntime)
-        pretend_gpu(runtime)
-    yield runtime, plain
-    runtime.close()
-    plain.close()
+    pair = opens(*request.param.split())
+    yield pair
+    for runtime in pair:
+        runtime.close()
 
 
 def pretend_gpu(runtime: OpenVinoSequenceRuntime) -> None:
@@ -105,21 +110,24 @@ def runtime(opened: Opened) -> Branching:
     return opened[0]
 
 
-@pytest.fixture
-def truth(opened: Opened) -> Truth:
+def truth_of(plain: SequenceRuntime) -> Truth:
     """The logits after a sequence, run in one call."""
 
     def logits(tokens: list[int]) -> NDArray[np.float32]:
-        opened[1].truncate(0)
-        return opened[1].extend(tokens).copy()
+        plain.truncate(0)
+        return plain.extend(tokens).copy()
 
     return logits
 
 
+@pytest.fixture
+def truth(opened: Opened) -> Truth:
+    return truth_of(opened[1])
+
+
 def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
     assert found.dtype == np.float32 and found.shape == expected.shape
-    assert np.abs(found - expected).max() < TOLERANCE
-    assert (found.argmax(-1) == expected.argmax(-1)).all()
+    assert np.abs(found - expected).max() < TOLERANCE and (found.argmax(-1) == expected.argmax(-1)).all()
 
 
 def tokens_of(rng: random.Random, count: int) -> list[int]:
@@ -173,8 +181,7 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
     known: list[list[int]] = [[]]
     for _ in range(30):
         assert runtime.length == len(text)
-        room = LONGEST - len(text)
-        action = rng.random()
+        room, action = LONGEST - len(text), rng.random()
         if action < 0.7 and room and runtime.max_branches > 1:
             branches = [
                 (rng.choice(known) + tokens_of(rng, rng.choice([1, 1, 1, 2, 30])))[:room]
@@ -210,11 +217,12 @@ def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -
     for row, branch in zip(expected, branches, strict=True):
         assert_close(runtime.extend_branches([branch])[0], row)
     assert_close(runtime.extend_branches(branches), expected)
-    with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
+    too_long = pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions")
+    with too_long:
         runtime.extend_branches([[4], [1, 2, 3]])
     assert runtime.length == len(text)
     assert_close(runtime.extend([1, 3]), expected[1])
-    with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
+    with too_long:
         runtime.extend([1])
     assert runtime.length == LONGEST
     runtime.truncate(LONGEST - 1)
@@ -233,15 +241,19 @@ def test_it_is_a_branching_sequence_runtime(runtime: Branching) -> None:
     """A call takes one branch at least and `max_branches` at most, of known tokens. A rollback does not go on."""
     assert runtime.max_branches == 8
     runtime.extend([1])
-    for tokens in ([], [-1], [TINY_VOCAB]):
+    wrongs: list[tuple[Callable[[Any], object], Any]] = [
+        (runtime.extend, []),
+        (runtime.extend, [-1]),
+        (runtime.extend, [TINY_VOCAB]),
+        (runtime.truncate, 2),
+        (runtime.extend_branches, []),
+        (runtime.extend_branches, [[]]),
+        (runtime.extend_branches, [[TINY_VOCAB]]),
+        (runtime.extend_branches, [[1]] * 9),
+    ]
+    for call, wrong in wrongs:
         with pytest.raises(AssertionError):
-            runtime.extend(tokens)
-    with pytest.raises(AssertionError):
-        runtime.truncate(2)
-    wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
-    for wrong in wrongs:
-        with pytest.raises(AssertionError):
-            runtime.extend_branches(wrong)
+            call(wrong)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +267,8 @@ def test_branches_of_quantized_models_stay_close(
     """Activations are quantized on the fly, so kernels that round differently move logits a little, as for `extend`.
     Blocks of a quantized cache are copied with their scales.
     """
-    options = replace(OPTIONS, properties=properties)
+    options, rng = replace(OPTIONS, properties=properties), random.Random(2)
     runtime, plain = (OpenVinoSequenceRuntime(tiny_ir(family, int8=int8), options) for _ in range(2))
-    rng = random.Random(2)
     text, branches = tokens_of(rng, 45), [tokens_of(rng, 3) for _ in range(8)]
     runtime.extend(text)
     for depth in (1, 2, 3):
@@ -340,58 +351,36 @@ def test_a_failed_call_leaves_the_text(runtime: Branching, truth: Truth, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["openvino", "gpu", "onnxruntime"])
-def test_sequences_of_one_model_do_not_touch_each_other(
-    kind: str,
-    tiny_ir: Callable[..., Path],
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+def test_sequences_of_one_model_do_not_touch_each_other(kind: str, opens: Opens) -> None:
     """In turns and in shared calls; each has its own cache, which is free again when it is closed."""
-    options = replace(OPTIONS, num_sequences=3)
-    first: SequenceRuntime
-    plain: SequenceRuntime
-    if kind == "onnxruntime":
-        build(tiny_model("llama"), tmp_path / "onnx", "fp32")
-        first, plain = (OnnxRuntimeSequence(tmp_path / "onnx", each) for each in (options, OPTIONS))
-    else:
-        first, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), each) for each in (options, OPTIONS))
-        if kind == "gpu":
-            pretend_gpu(first)
+    first, plain = opens(kind, "llama", replace(OPTIONS, num_sequences=3))
     assert isinstance(first, ShareableRuntime)
-    others = [first.open_sequence(), first.open_sequence()]
+    sequences = [first, first.open_sequence(), first.open_sequence()]
     with pytest.raises(ConfigError, match="the model holds 3 sequences"):
         first.open_sequence()
-    sequences = [first, *others]
-    rng = random.Random(3)
-
-    def truth(tokens: list[int]) -> NDArray[np.float32]:
-        plain.truncate(0)
-        return plain.extend(tokens).copy()
-
+    rng, truth = random.Random(3), truth_of(plain)
     texts: list[list[int]] = [[], [], []]
     for round_ in range(6):
         for text, sequence in zip(texts, sequences, strict=True):
             if len(text) > 60:
-                text[:] = text[:20]
+                del text[20:]
                 sequence.truncate(20)
             new = tokens_of(rng, rng.choice([1, 2, 30]))
             text += new
             assert_close(sequence.extend(new), truth(text))
         asked = [[tokens_of(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 2))] for _ in sequences]
-        expected = [[truth(text + branch) for branch in own] for text, own in zip(texts, asked, strict=True)]
+        expected = [truth(text + branch) for text, own in zip(texts, asked, strict=True) for branch in own]
         if isinstance(first, JoiningRuntime):
             rows = first.extend_branches_of(list(zip(sequences, asked, strict=True)))
-            assert_close(rows, np.concatenate([np.stack(own) for own in expected]))
         else:
-            for sequence, own, rows_of in zip(sequences, asked, expected, strict=True):
-                assert isinstance(sequence, BranchingRuntime)
-                assert_close(sequence.extend_branches(own), np.stack(rows_of))
+            each = [sequence.extend_branches(own) for sequence, own in zip(sequences, asked, strict=True)]  # type: ignore[attr-defined]
+            rows = np.concatenate(each)
+        assert_close(rows, np.stack(expected))
         if round_ == 3:
-            others[1].close()
-            others[1].close()
-            sequences[2] = others[1] = first.open_sequence()
-            texts[2] = []
-    for sequence in others:
+            sequences[2].close()
+            sequences[2].close()
+            sequences[2], texts[2] = first.open_sequence(), []
+    for sequence in sequences[1:]:
         sequence.close()
     if isinstance(first, OpenVinoSequenceRuntime):
         first.truncate(0)

@@ -6,10 +6,11 @@ Then its graphs: lengths and weights, what is kept on disk, options, errors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import openvino as ov
@@ -54,8 +55,7 @@ def runtime(opened: OpenVinoNpuRuntime) -> OpenVinoNpuRuntime:
 def test_the_limits_are_what_was_asked_for(runtime: OpenVinoNpuRuntime) -> None:
     """Prompt and response together; the slots for branches come on top."""
     assert isinstance(runtime, SequenceRuntime) and isinstance(runtime, BranchingRuntime)
-    assert (runtime.limits.vocab_size, runtime.limits.max_positions) == (TINY_VOCAB, 64 + 64)
-    assert runtime.max_branches == 8
+    assert (runtime.limits.vocab_size, runtime.limits.max_positions, runtime.max_branches) == (TINY_VOCAB, 64 + 64, 8)
     assert runtime.provider == "NPU path emulated on the CPU"
     for tokens in ([], [TINY_VOCAB], [-1]):  # our bugs: they never reach the model
         with pytest.raises(AssertionError):
@@ -64,7 +64,24 @@ def test_the_limits_are_what_was_asked_for(runtime: OpenVinoNpuRuntime) -> None:
         runtime.truncate(1)
 
 
-WALKS: dict[str, list[tuple[int, list[int], bool]]] = {
+Step = tuple[int, list[int], bool]
+"""How many tokens stay, the new ones, and whether all of their rows are asked for."""
+
+
+def random_walk(num_steps: int = 45) -> Iterator[Step]:
+    """Growth and rollbacks."""
+    walk, length = np.random.default_rng(11), 0
+    for _ in range(num_steps):
+        if length and walk.random() < 0.5:
+            near = length - int(walk.integers(0, 9))
+            length = max(0, near if walk.random() < 0.6 else int(walk.integers(0, length)))
+        length = min(length, 127)
+        num_new = min(int(walk.choice([1, 2, 5, 8, 9, 30])), 128 - length)
+        yield length, walk.integers(0, TINY_VOCAB, num_new).tolist(), walk.random() < 0.5
+        length += num_new
+
+
+WALKS: dict[str, list[Step]] = {
     "steps of one, of some, and of more than a pass takes": [
         *((at, FIRST[at : at + num], False) for at, num in ((0, 40), (40, 1), (41, 1), (42, 1), (43, 5))),
         *((48, FIRST[48:56], True), (56, FIRST[56:75], True), (75, FIRST[75:100], False)),
@@ -85,83 +102,53 @@ WALKS: dict[str, list[tuple[int, list[int], bool]]] = {
         *((0, FIRST[:50], False), (0, SECOND[:1], False), (1, SECOND[1:5], False), (0, FIRST[:30], False)),
         *((0, SECOND[:40], False), (40, SECOND[40:45], False)),
     ],
+    "at random": list(random_walk()),
 }
-"""Steps: how many tokens stay, the new ones, and whether all of their rows are asked for."""
 
 
 @pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS.keys())
 def test_rows_are_those_of_the_tokens_that_stay(
-    runtime: OpenVinoNpuRuntime, truth: Truth, steps: list[tuple[int, list[int], bool]]
+    runtime: OpenVinoNpuRuntime, truth: Truth, steps: Sequence[Step]
 ) -> None:
     """Whatever was there before leaves no trace."""
+    check_rows(runtime, truth, steps)
+
+
+def check_rows(runtime: OpenVinoNpuRuntime, truth: Truth, steps: Sequence[Step]) -> None:
+    """Takes these steps, from an empty text on."""
     kept: list[int] = []
     for length, new, all_rows in steps:
         if length < len(kept):
             runtime.truncate(length)
         kept = kept[:length] + new
-        if all_rows:
-            assert_close(runtime.extend_rows(new), truth(kept)[-len(new) :])
-        else:
-            assert_close(runtime.extend(new), truth(kept)[-1])
+        rows = runtime.extend_rows(new) if all_rows else runtime.extend(new)[None]
+        assert_close(rows, truth(kept)[-len(new) if all_rows else -1 :])
         assert runtime.length == len(kept)
-
-
-def test_a_random_walk(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
-    """After random growth and rollbacks, the rows are always those of one pass over the remaining tokens."""
-    walk = np.random.default_rng(11)
-    kept: list[int] = []
-    num_checked = 0
-    for _ in range(60):
-        if kept and walk.random() < 0.45:
-            near = len(kept) - int(walk.integers(0, 9))
-            kept = kept[: max(0, near if walk.random() < 0.6 else int(walk.integers(0, len(kept))))]
-            runtime.truncate(len(kept))
-        num_new = min(int(walk.choice([1, 2, 5, 8, 9, 30])), runtime.limits.max_positions - len(kept))
-        new = walk.integers(0, TINY_VOCAB, num_new).tolist()
-        if not new:
-            continue
-        kept += new
-        if walk.random() < 0.5:
-            assert_close(runtime.extend_rows(new), truth(kept)[-num_new:])
-        else:
-            assert_close(runtime.extend(new), truth(kept)[-1])
-        num_checked += 1
-    assert num_checked > 40 and runtime.length == len(kept)
-
-
-class CountingRequest:
-    """An infer request that counts how often it runs."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self.num_runs = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-    def start_async(self, **options: Any) -> Any:
-        self.num_runs += 1
-        return self._request.start_async(**options)
 
 
 def test_a_rollback_and_a_commit_run_nothing(runtime: OpenVinoNpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollback touches no tensor; a tree of as many nodes as a pass takes is one run, whatever forks in it."""
     assert runtime._prompt is not None
-    step, prompt = CountingRequest(runtime._step.request), CountingRequest(runtime._prompt.request)
-    for graph, request in ((runtime._step, step), (runtime._prompt, prompt)):
-        monkeypatch.setattr(graph, "request", request)
+    step, prompt, runs = runtime._step, runtime._prompt, list[Any]()
+
+    def noted(request: Any) -> None:
+        runs.append(prompt if request is prompt.request else step)
+        run_request(request)
+
+    monkeypatch.setattr(openvino_npu, "run_request", noted)
+    for graph in (step, prompt):
         monkeypatch.setattr(graph, "fastest_s", 1e-9)  # so a prompt's pass is as fast as a step
     runtime.extend(FIRST[:40])
-    assert (prompt.num_runs, step.num_runs) == (1, 0)
+    assert runs == [prompt]
     runtime.truncate(30)
     runtime.extend(SECOND[:8])
-    assert step.num_runs == 1
+    assert runs[1:] == [step]
     runtime.extend_branches([[1], [2], [1, 3], [1, 4], [2, 5], [1, 3, 6]])
-    assert step.num_runs == 2
+    assert runs[1:] == [step] * 2
     runtime.extend_branches([[1, 3, 7], [2, 5, 8]])  # two new nodes, whose ways are kept
-    assert step.num_runs == 3
+    assert runs[1:] == [step] * 3
     runtime.extend([1, 3, 7])  # the last runs once more, for its logits
-    assert (prompt.num_runs, step.num_runs) == (1, 4)
+    assert runs[1:] == [step] * 4
 
 
 def test_a_tree_that_is_larger_than_a_pass(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
@@ -202,14 +189,8 @@ def test_families_with_masks_of_another_kind(
     other: str, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
 ) -> None:
     """Of true and false, and added before a softmax of its own; rows that nothing uses must not become NaN."""
-    truth = truth_of(tiny_model(other), "eager")
-    runtime = OpenVinoNpuRuntime(tiny_ir(other), OPTIONS)
-    assert_close(runtime.extend_rows(FIRST[:40]), truth(FIRST[:40]))
-    assert_close(runtime.extend(FIRST[40:41]), truth(FIRST[:41])[-1])
-    assert_close(runtime.extend_rows(FIRST[41:47]), truth(FIRST[:47])[-6:])
-    runtime.truncate(43)
-    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:43] + SECOND[:5])[-5:])
-    runtime.close()
+    steps = [(0, FIRST[:40], True), (40, FIRST[40:41], False), (41, FIRST[41:47], True), (43, SECOND[:5], True)]
+    check_rows(OpenVinoNpuRuntime(tiny_ir(other), OPTIONS), truth_of(tiny_model(other), "eager"), steps)
 
 
 def test_quantized_weights_that_cannot_be_folded(tiny_ir: Callable[..., Path]) -> None:
@@ -222,8 +203,6 @@ def test_quantized_weights_that_cannot_be_folded(tiny_ir: Callable[..., Path]) -
     for begin, end in ((0, 40), (40, 41), (41, 47)):
         difference = runtime.extend(FIRST[begin:end]) - usual.extend(FIRST[begin:end])
         assert np.abs(difference).max() < 3 * TOLERANCE  # the scales are f16 too
-    runtime.close()
-    usual.close()
 
 
 def test_more_branches_than_slots(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
@@ -237,7 +216,6 @@ def test_more_branches_than_slots(tiny_ir: Callable[..., Path], tiny_model: Call
         assert_close(runtime.extend_branches(new)[-1], truth(FIRST[:60] + new[-1])[-1])
     assert_close(runtime.extend_branches([nodes[0]]), truth(FIRST[:60] + nodes[0])[-1:])
     assert_close(runtime.extend(nodes[0]), truth(FIRST[:60] + nodes[0])[-1])
-    runtime.close()
 
 
 @pytest.mark.parametrize(("other", "step_len"), [("cohere2", 8), ("cohere2", 4), ("mistral", 8)])
@@ -248,8 +226,7 @@ def test_windows_are_those_of_positions_not_of_slots(
     with as many tokens in a pass as an attention has heads, where the CPU's fused kernels are wrong.
     """
     truth = truth_of(tiny_model(other))
-    shapes = replace_shapes(step_len=step_len)
-    runtime = OpenVinoNpuRuntime(tiny_ir(other), replace(OPTIONS, static_shapes=shapes))
+    runtime = OpenVinoNpuRuntime(tiny_ir(other), replace(OPTIONS, static_shapes=replace_shapes(step_len=step_len)))
     assert runtime._step.windows == ((0, 32) if other == "cohere2" else (32,))
     assert_close(runtime.extend_rows(FIRST[:70]), truth(FIRST[:70]))
     for ways in ([SECOND[:2], SECOND[:1], [3]], [[3, 4], [3, 5], [*SECOND[:2], 6]]):
@@ -257,7 +234,6 @@ def test_windows_are_those_of_positions_not_of_slots(
     assert_close(runtime.extend([3, 5, 7]), truth([*FIRST[:70], 3, 5, 7])[-1])
     runtime.truncate(40)
     assert_close(runtime.extend(SECOND[:30]), truth(FIRST[:40] + SECOND[:30])[-1])
-    runtime.close()
 
 
 @pytest.mark.parametrize(
@@ -281,21 +257,16 @@ def test_odd_lengths(
     """Any lengths hold as they were asked for, the least of all binds. A pass as long as a prompt's is the only graph;
     one of single tokens takes no branches, and several tokens run one by one.
     """
-    truth = truth_of(tiny_model(family))
     options = replace(OPTIONS, static_shapes=replace_shapes(**shapes), max_positions=max_positions)
     runtime = OpenVinoNpuRuntime(tiny_ir(family), options)
-    limits = runtime.limits.max_positions, runtime.max_branches, runtime._prompt is not None
-    assert limits == expected
+    assert (runtime.limits.max_positions, runtime.max_branches, runtime._prompt is not None) == expected
     size = expected[0]  # every position is used
     first, kept = FIRST[: size * 3 // 5], size * 2 // 5
-    assert_close(runtime.extend_rows(first), truth(first))
-    runtime.truncate(kept)
-    assert_close(runtime.extend_rows(SECOND[:5]), truth(first[:kept] + SECOND[:5])[-5:])
-    assert_close(runtime.extend(SECOND[5 : size - kept]), truth(first[:kept] + SECOND[: size - kept])[-1])
+    steps = [(0, first, True), (kept, SECOND[:5], True), (kept + 5, SECOND[5 : size - kept], False)]
+    check_rows(runtime, truth_of(tiny_model(family)), steps)
     with pytest.raises(ConfigError, match=f"{size + 1} tokens do not fit the {size} positions"):
         runtime.extend([1])
     assert runtime.length == size
-    runtime.close()
 
 
 def test_a_short_text_takes_the_faster_graph(tiny_ir: Callable[..., Path]) -> None:
@@ -307,7 +278,6 @@ def test_a_short_text_takes_the_faster_graph(tiny_ir: Callable[..., Path]) -> No
     assert runtime._graph(64, 0) is step  # it gives the logits after every token
     step.fastest_s, prompt.fastest_s = 0.01, 0.055
     assert [runtime._graph(length, length - 1) for length in (40, 41)] == [step, prompt]
-    runtime.close()
 
 
 def test_compiled_models_are_kept(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
@@ -316,19 +286,16 @@ def test_compiled_models_are_kept(tiny_ir: Callable[..., Path], tmp_path: Path) 
 
     def logits() -> NDArray[np.float32]:
         runtime = OpenVinoNpuRuntime(tiny_ir("llama"), options)
-        found = np.concatenate([runtime.extend(FIRST[:40]), runtime.extend(FIRST[40:45])])
-        runtime.close()
-        return found
+        return np.concatenate([runtime.extend(FIRST[:40]), runtime.extend(FIRST[40:45])])
 
-    first = logits()
-    kept = sorted((tmp_path / "cache").iterdir())  # of each graph one
-    written = [path.stat().st_mtime_ns for path in kept]
-    assert len(kept) == 2 and np.array_equal(logits(), first)
-    assert kept == sorted((tmp_path / "cache").iterdir())
-    assert written == [path.stat().st_mtime_ns for path in kept]
-    kept[0].write_bytes(kept[0].read_bytes()[:1000])
-    assert np.array_equal(logits(), first)
-    assert kept[0].stat().st_size > 1000
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+
+    first, kept = logits(), written()
+    assert len(kept) == 2 and np.array_equal(logits(), first) and written() == kept  # of each graph one
+    path = min(kept)
+    path.write_bytes(path.read_bytes()[:1000])
+    assert np.array_equal(logits(), first) and path.stat().st_size > 1000
 
 
 def test_without_an_npu_it_says_what_would_help(tiny_ir: Callable[..., Path]) -> None:
@@ -351,24 +318,22 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
             OpenVinoNpuRuntime(ir, replace(OPTIONS, **wrong))
     with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
         OpenVinoNpuRuntime(tmp_path, OPTIONS)
-    bloom = ov.Core().read_model(ir / "openvino_model.xml")
+    bloom, x = ov.Core().read_model(ir / "openvino_model.xml"), ops.parameter([-1, 4], np.float32, name="x")
     positions = bloom.input("position_ids")
     counted = ops.add(ops.constant(np.zeros((1, 1), np.int64)), bloom.input("input_ids"))
     for reader in positions.get_target_inputs():
         reader.replace_source_output(counted.output(0))
     bloom.remove_parameter(positions.get_node())
-    ov.save_model(bloom, tmp_path / "bloom.xml")
-    with pytest.raises(BundleError, match=r"has no input position_ids.* such as Bloom"):
-        OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
-    x = ops.parameter([-1, 4], np.float32, name="x")
-    ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
-    with pytest.raises(BundleError, match="has no KV cache"):
-        OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
+    for model, message in (
+        (bloom, r"has no input position_ids.* such as Bloom"),
+        (ov.Model([ops.relu(x)], [x]), "has no KV cache"),
+    ):
+        ov.save_model(model, tmp_path / "openvino_model.xml")
+        with pytest.raises(BundleError, match=message):
+            OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
 
 
-def test_a_pass_that_went_wrong_leaves_nothing_behind(
-    tiny_ir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_went_wrong_leaves_nothing_behind(tiny_ir: Callable[..., Path]) -> None:
     """Keys and values that are no numbers are not kept: hidden slots count too, times 0. Closing frees all slots."""
     runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
     expected = runtime.extend(FIRST[:20]).copy()
@@ -379,8 +344,7 @@ def test_a_pass_that_went_wrong_leaves_nothing_behind(
         run_request(request)
         new[:] = np.inf
 
-    with monkeypatch.context() as patched:
-        patched.setattr(openvino_npu, "run_request", broken)
+    with patch.object(openvino_npu, "run_request", broken):
         runtime.extend(SECOND[:3])
     runtime.truncate(10)
     assert_close(runtime.extend(FIRST[10:20]), expected)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
 import pytest
 from openvino import opset13 as ops
 from tests.conftest import TINY_VOCAB
+from tests.tiny_models import copy_source
 from tests.waiting import lets_other_threads_run
 
 from outrider.export.make.pair import PairPaths
@@ -46,10 +46,7 @@ def edited(ir: Path, directory: Path, edit: Callable[[ov.Output], ov.Output]) ->
 
 
 def all_logits(path: Path) -> np.ndarray:
-    runtime = OpenVinoPagedRuntime(path, OPTIONS)
-    logits = runtime.forward([SequenceSlice(TOKENS, 0, [1, 0], len(TOKENS))]).copy()
-    runtime.close()
-    return logits
+    return OpenVinoPagedRuntime(path, OPTIONS).forward([SequenceSlice(TOKENS, 0, [1, 0], len(TOKENS))]).copy()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's LM head is its embedding
@@ -60,8 +57,7 @@ def test_rows_are_gathered_before_the_lm_head(tiny_ir: Callable[..., Path], fami
     assert load_paged_model(path, OPTIONS, tree_masks=True).gathers_rows
     every = all_logits(path)
     three = OpenVinoPagedRuntime(path, OPTIONS).forward([SequenceSlice(TOKENS, 0, [0, 1], 3)])
-    assert three.shape == (3, TINY_VOCAB)
-    assert np.abs(three - every[-3:]).max() < 1e-4
+    assert three.shape == (3, TINY_VOCAB) and np.abs(three - every[-3:]).max() < 1e-4
     assert np.abs(every - all_logits(tiny_ir(family))).max() < (0.5 if int8 else 1e-6)
 
 
@@ -75,10 +71,8 @@ def test_logits_do_not_depend_on_the_batch(
     """
     if not num_threads:
         monkeypatch.setattr(OpenVinoPagedRuntime, "_rounds_one_row_differently", lambda runtime: True)
-        num_threads = 1
-    runtime = OpenVinoPagedRuntime(tiny_ir("qwen2", int8=int8), replace(OPTIONS, num_threads=num_threads))
-    text = (TOKENS * 3)[:100]
-    blocks = [9, 4, 7, 2]
+    runtime = OpenVinoPagedRuntime(tiny_ir("qwen2", int8=int8), replace(OPTIONS, num_threads=num_threads or 1))
+    text, blocks = (TOKENS * 3)[:100], [9, 4, 7, 2]
     whole = runtime.forward([SequenceSlice(text, 0, blocks, 100)]).copy()
     for i in range(60, 70):
         assert np.array_equal(runtime.forward([SequenceSlice(text[i : i + 1], i, blocks, 1)]), whole[i : i + 1])
@@ -98,20 +92,25 @@ def test_invariance_can_be_given_up(tiny_ir: Callable[..., Path]) -> None:
     assert np.abs(logits - all_logits(tiny_ir("llama"))[-10:]).max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["mistral", "bloom"])
-def test_masks_that_are_wrong_are_not_used(tiny_ir: Callable[..., Path], family: str) -> None:
-    """With a sliding window or ALiBi the plugin takes slots for positions: a tree's logits would be off by 0.2 to 2."""
-    runtime = OpenVinoPagedRuntime(tiny_ir(family), replace(OPTIONS, is_batch_invariant=False))
-    assert runtime.why_no_trees is not None and "sliding window or ALiBi" in runtime.why_no_trees
-    with pytest.raises(AssertionError, match="sliding window"):
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        # The plugin takes slots for positions: a tree's logits would be off by 0.2 to 2.
+        ("mistral", {"is_batch_invariant": False}, "sliding window or ALiBi"),
+        ("bloom", {"is_batch_invariant": False}, "sliding window or ALiBi"),
+        # Masks end batch invariance; a quantized cache cannot be moved. Both reasons name a remedy.
+        ("llama", {}, "is_batch_invariant=False"),
+        ("llama", {"is_batch_invariant": False, "properties": U8}, "use an f32 cache"),
+    ],
+)
+def test_masks_that_would_be_wrong_are_not_used(
+    tiny_ir: Callable[..., Path], family: str, options: dict[str, Any], reason: str
+) -> None:
+    """With a sliding window, ALiBi, batch invariance, or a cache of small numbers."""
+    runtime = OpenVinoPagedRuntime(tiny_ir(family), replace(OPTIONS, **options))
+    assert reason in str(runtime.why_no_trees)
+    with pytest.raises(AssertionError, match=reason):
         runtime.move([1], [0])
-
-
-def test_trees_need_a_plain_load(tiny_ir: Callable[..., Path]) -> None:
-    """Masks end batch invariance; a quantized cache cannot be moved. Both reasons name a remedy."""
-    assert "is_batch_invariant=False" in str(OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS).why_no_trees)
-    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False, properties=U8))
-    assert "use an f32 cache" in str(small.why_no_trees)
 
 
 def test_rows_are_gathered_before_a_soft_cap(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
@@ -155,45 +154,56 @@ def test_cache_precision_is_a_property(tiny_ir: Callable[..., Path]) -> None:
 def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """Each mistake has its own error, which names the value."""
     ir = tiny_ir("llama")
-    with pytest.raises(ConfigError, match="num_threads is -1"):
-        OpenVinoPagedRuntime(ir, replace(OPTIONS, num_threads=-1))
-    with pytest.raises(ConfigError, match="kv_cache_bytes is 100; one block of this model takes 16384"):
-        OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_cache_bytes=100))
-    with pytest.raises(
-        RuntimeUnavailable, match=r"'NOSUCH': Device .* not registered .*; devices on this machine: .*CPU"
-    ):
-        OpenVinoSequenceRuntime(ir, replace(OPTIONS, device="NOSUCH"))
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (OpenVinoPagedRuntime, {"num_threads": -1}, ConfigError, "num_threads is -1"),
+        (
+            OpenVinoPagedRuntime,
+            {"kv_cache_bytes": 100},
+            ConfigError,
+            "kv_cache_bytes is 100; one block of this model takes 16384",
+        ),
+        (
+            OpenVinoSequenceRuntime,
+            {"device": "NOSUCH"},
+            RuntimeUnavailable,
+            r"'NOSUCH': Device .* not registered .*; devices on this machine: .*CPU",
+        ),
+    ]
+    for runtime, options, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            runtime(ir, replace(OPTIONS, **options))
     with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
         OpenVinoPagedRuntime(tmp_path, OPTIONS)
-    stateless = tmp_path / "stateless"
-    stateless.mkdir()
     x = ops.parameter([-1, 4], np.float32, name="x")
-    ov.save_model(ov.Model([ops.relu(x)], [x]), stateless / "openvino_model.xml")
+    ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
     with pytest.raises(BundleError, match="cannot use paged attention"):
-        OpenVinoPagedRuntime(stateless, OPTIONS)
+        OpenVinoPagedRuntime(tmp_path, OPTIONS)
     bare = edited(ir, tmp_path / "bare", lambda logits: logits)  # no config.json beside it
     with pytest.raises(ConfigError, match="set max_positions"):
         OpenVinoPagedRuntime(bare, replace(OPTIONS, max_positions=0))
+    # A configuration may give any length: the error says what is wrong and what to change.
+    huge = copy_source(ir, tmp_path / "huge", max_position_embeddings=10**13)
+    with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
+        OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))
 
 
 def test_bad_slices_are_our_bugs(tiny_ir: Callable[..., Path]) -> None:
     """An address outside the cache never reaches the model."""
     runtime = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     for wrong in (
-        SequenceSlice([TINY_VOCAB], 0, [0], 1),
-        SequenceSlice([-1], 0, [0], 1),
-        SequenceSlice([], 0, [0], 0),
-        SequenceSlice([1], 0, [runtime.num_blocks], 1),
-        SequenceSlice([1], 32, [0], 1),
-        SequenceSlice([1], 0, [0], 2),
-        SequenceSlice([1], 0, [0], 1, positions=[256]),
-        SequenceSlice([1, 2], 0, [0], 1, mask=np.ones((1, 2), np.uint8)),
-        SequenceSlice([1, 2], 0, [0], 1, mask=np.zeros((2, 2), np.uint8)),
+        [SequenceSlice([TINY_VOCAB], 0, [0], 1)],
+        [SequenceSlice([-1], 0, [0], 1)],
+        [SequenceSlice([], 0, [0], 0)],
+        [SequenceSlice([1], 0, [runtime.num_blocks], 1)],
+        [SequenceSlice([1], 32, [0], 1)],
+        [SequenceSlice([1], 0, [0], 2)],
+        [SequenceSlice([1], 0, [0], 1, positions=[256])],
+        [SequenceSlice([1, 2], 0, [0], 1, mask=np.ones((1, 2), np.uint8))],
+        [SequenceSlice([1, 2], 0, [0], 1, mask=np.zeros((2, 2), np.uint8))],
+        [],
     ):
         with pytest.raises(AssertionError):
-            runtime.forward([wrong])
-    with pytest.raises(AssertionError):
-        runtime.forward([])
+            runtime.forward(wrong)
 
 
 def test_other_threads_run_during_a_forward(tiny_ir: Callable[..., Path]) -> None:
@@ -221,28 +231,19 @@ assert not runtime._model.compiled.get_property("ENABLE_CPU_PINNING")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="affinity masks are Linux's")
 def test_a_pinned_process_stays_on_its_core(tiny_ir: Callable[..., Path]) -> None:
     """With one core allowed, one inference thread is used, and no thread is moved off the core."""
-    run = subprocess.run(
-        [sys.executable, "-c", PINNED, str(tiny_ir("llama"))],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    found = in_a_process(PINNED, tiny_ir("llama"), PYTHONPATH=":".join(sys.path))
+    assert found.returncode == 0, found.stderr
 
 
-def lengthened(ir: Path, directory: Path, num_positions: int) -> Path:
-    """A copy of the IR whose configuration says that sequences may be so long."""
-    shutil.copytree(ir, directory)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    longer = json.dumps(config | {"max_position_embeddings": num_positions})
-    (directory / "config.json").write_text(longer, encoding="utf-8")
-    return directory
+def in_a_process(script: str, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What the script does with a model, and its output."""
+    command = [sys.executable, "-c", script, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables)
 
 
 def test_the_cache_is_made_for_what_a_sequence_needs(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """Whatever the longest sequence: 2,048 positions and those of branches at first, then at least twice as many."""
-    path = lengthened(tiny_ir("llama"), tmp_path / "long", 1 << 17)
+    path = copy_source(tiny_ir("llama"), tmp_path / "long", max_position_embeddings=1 << 17)
     few, many, runtime = (OpenVinoSequenceRuntime(path, replace(OPTIONS, max_positions=n)) for n in (1024, 2048, 0))
 
     def cache_bytes(of: OpenVinoSequenceRuntime) -> int:
@@ -251,20 +252,13 @@ def test_the_cache_is_made_for_what_a_sequence_needs(tiny_ir: Callable[..., Path
     assert runtime.limits.max_positions == 1 << 17 and cache_bytes(runtime) == cache_bytes(many)
     thousand = cache_bytes(many) - cache_bytes(few)
     text = (TOKENS * 60)[:2048]
-    many.extend(text[:2040])
-    runtime.extend(text[:2040])
+    for each in (many, runtime):
+        each.extend(text[:2040])
     assert cache_bytes(runtime) == cache_bytes(many)
     logits = many.extend(text[2040:]).copy()
     runtime.extend_branches([[*text[2040:], 1]])
     assert cache_bytes(runtime) == cache_bytes(many) + 2 * thousand
     assert np.abs(runtime.extend(text[2040:]) - logits).max() < 1e-4
-
-
-def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
-    """A configuration may give any length: the error says what is wrong and what to change."""
-    huge = lengthened(tiny_ir("llama"), tmp_path / "huge", 10**13)
-    with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
-        OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))
 
 
 _EVERY_LENGTH = """
@@ -291,11 +285,9 @@ def test_a_new_length_of_a_prompt_costs_no_memory(tiny_ir: Callable[..., Path]) 
     load_paged_model(path, OPTIONS, tree_masks=False)
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
     # With fewer of oneDNN's own, the plugin's limit shows after fewer lengths.
-    environment = os.environ | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-    command = [sys.executable, "-c", _EVERY_LENGTH, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = in_a_process(_EVERY_LENGTH, path, ONEDNN_PRIMITIVE_CACHE_CAPACITY="16")
     before, after = map(int, done.stdout.split())
-    assert after - before < 8e6, (before, after)
+    assert done.returncode == 0 and after - before < 8e6, (before, after)
 
 
 WITHOUT_MEMORY = """
@@ -321,6 +313,5 @@ else:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_step_that_lacks_memory_raises(reference_pair: PairPaths) -> None:
     """It does not return the rows of the step before."""
-    command = [sys.executable, "-c", WITHOUT_MEMORY, str(Bundle.open(reference_pair.target).model_file)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = in_a_process(WITHOUT_MEMORY, Bundle.open(reference_pair.target).model_file)
     assert found.stdout == "raised\n", found.stderr

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
+from tests.npu_path import Truth, truth_of
 from tests.tiny_models import FAMILIES
 
 from outrider.models.errors import BundleError
@@ -24,12 +25,10 @@ from outrider.models.runtimes.base import (
     BlockRuntime,
     PickingRuntime,
     RuntimeOptions,
-    SequenceRuntime,
     SequenceSlice,
     TreeRuntime,
 )
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_loading import load_causal_lm
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4
@@ -37,9 +36,6 @@ OPTIONS = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
 RNG = np.random.default_rng(7)
 FIRST = RNG.integers(0, TINY_VOCAB, 100).tolist()
 SECOND = RNG.integers(0, TINY_VOCAB, 70).tolist()
-
-Truth = Callable[[list[int]], NDArray[np.float32]]
-
 
 # OpenVINO's other families are exported and checked in test_export_families.
 CASES = [("openvino", family) for family in FAMILIES]
@@ -49,15 +45,9 @@ CASES += [("torch", family) for family in ("gpt_oss", "deepseek_v3", "stablelm",
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+def case(request: pytest.FixtureRequest) -> Any:
     """A runtime and the family that it runs."""
-    kind, family = request.param
-    return str(kind), str(family)
-
-
-@pytest.fixture(scope="module")
-def family(case: tuple[str, str]) -> str:
-    return case[1]
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +64,15 @@ def runtime(
 @pytest.fixture(scope="module")
 def truths(tiny_model: Callable[[str], Path]) -> Callable[[str], Truth]:
     """`truths("llama")` gives the source's logits of a sequence."""
-
-    @functools.cache
-    def logits(family: str, tokens: tuple[int, ...]) -> NDArray[np.float32]:
-        return reference_logits(tiny_model(family), tokens)
-
+    # Plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
+    of = functools.cache(lambda family: truth_of(tiny_model(family), "eager"))
+    logits = functools.cache(lambda family, tokens: of(family)(list(tokens)))
     return lambda family: lambda tokens: logits(family, tuple(tokens))
 
 
 @pytest.fixture(scope="module")
-def truth(family: str, truths: Callable[[str], Truth]) -> Truth:
-    return truths(family)
+def truth(case: tuple[str, str], truths: Callable[[str], Truth]) -> Truth:
+    return truths(case[1])
 
 
 def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
@@ -100,9 +88,19 @@ def test_limits_are_those_of_the_config(runtime: BatchRuntime) -> None:
 
 
 def test_ragged_prefill(runtime: BatchRuntime, truth: Truth) -> None:
-    """Prompts of different lengths in one step, blocks scattered and interleaved, all rows requested."""
-    logits = runtime.forward([SequenceSlice(FIRST, 0, [9, 2, 14, 5], 100), SequenceSlice(SECOND, 0, [1, 8, 3], 70)])
-    assert_close(logits, np.concatenate([truth(FIRST), truth(SECOND)]))
+    """Prompts of different lengths in one step, blocks scattered and interleaved; all rows are requested, or each
+    slice's last ones, none included.
+    """
+    for first, second, third in ((100, 70, 10), (3, 0, 1)):
+        logits = runtime.forward(
+            [
+                SequenceSlice(FIRST, 0, [9, 2, 14, 5], first),
+                SequenceSlice(SECOND, 0, [1, 8, 3], second),
+                SequenceSlice(SECOND[:10], 0, [4], third),
+            ]
+        )
+        expected = [truth(FIRST)[100 - first :], truth(SECOND)[70 - second :], truth(SECOND[:10])[10 - third :]]
+        assert_close(logits, np.concatenate(expected))
 
 
 def test_chunked_prefill_beside_decoding(runtime: BatchRuntime, truth: Truth) -> None:
@@ -125,18 +123,6 @@ def test_multi_token_steps_after_a_rollback(runtime: BatchRuntime, truth: Truth)
     assert_close(rejected, truth(FIRST[:40] + wrong)[-6:])
     mended = runtime.forward([SequenceSlice([wrong[0], *FIRST[41:46]], 40, blocks, 6)])
     assert_close(mended, truth([*FIRST[:40], wrong[0], *FIRST[41:46]])[-6:])
-
-
-def test_only_the_last_rows_are_computed_when_asked(runtime: BatchRuntime, truth: Truth) -> None:
-    """Each slice gets as many of its last rows as requested, in the batch's order."""
-    logits = runtime.forward(
-        [
-            SequenceSlice(FIRST[:20], 0, [0], 3),
-            SequenceSlice(SECOND[:30], 0, [1], 0),
-            SequenceSlice(SECOND[:10], 0, [2], 1),
-        ]
-    )
-    assert_close(logits, np.concatenate([truth(FIRST[:20])[-3:], truth(SECOND[:10])[-1:]]))
 
 
 def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime) -> None:
@@ -171,22 +157,19 @@ def test_blocks_are_bit_equal_in_another_runtime(
     with closing(first), closing(second):
         assert isinstance(first, BlockRuntime) and isinstance(second, BlockRuntime)
         assert first.why_no_blocks is None and first.block_layout == second.block_layout
-        size = first.block_size
-        table = [3, 1, 2, 0]
-        num_full = 70 // size
+        table, other, num_full = [3, 1, 2, 0], [5, 7, 4, 6], 70 // first.block_size
         assert num_full >= 2
         first.forward([SequenceSlice(FIRST[:70], 0, table, 0)])
         data = first.read_blocks(table[:num_full])
         assert data.shape == (num_full, first.block_bytes) and data.any()
-        other = [5, 7, 4, 6]
         second.write_blocks(other[:num_full], data)
         assert np.array_equal(second.read_blocks(other[:num_full]), data)
-        past = num_full * size
-        rows = [
+        past = num_full * first.block_size
+        one, another = (
             runtime.forward([SequenceSlice(FIRST[past:70], past, blocks, 1)]).copy()
             for runtime, blocks in ((first, table), (second, other))
-        ]
-        assert np.array_equal(rows[0], rows[1])
+        )
+        assert np.array_equal(one, another)
 
 
 def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth) -> None:
@@ -235,53 +218,26 @@ def test_what_torch_cannot_run_is_refused_when_it_is_loaded(
         open_batch_runtime("torch", tiny_model(family), OPTIONS)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def sequence_family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def sequence_truth(sequence_family: str, truths: Callable[[str], Truth]) -> Truth:
-    return truths(sequence_family)
-
-
-@pytest.fixture(scope="module")
-def sequence(sequence_family: str, tiny_ir: Callable[..., Path]) -> Iterator[SequenceRuntime]:
-    opened = open_sequence_runtime("openvino", tiny_ir(sequence_family), OPTIONS)
-    yield opened
-    opened.close()
-    opened.close()
-
-
-def test_sequence_extends_and_truncates(sequence: SequenceRuntime, sequence_truth: Truth) -> None:
-    """Prompt, single tokens, a rollback, several tokens at once: always the last logits of one pass."""
-    assert isinstance(sequence, SequenceRuntime)
-    sequence.truncate(0)
-    assert_close(sequence.extend(FIRST[:45]), sequence_truth(FIRST[:45])[-1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_extends_and_truncates(
+    family: str, tiny_ir: Callable[..., Path], truths: Callable[[str], Truth]
+) -> None:
+    """Prompt, single tokens, a rollback, several tokens at once: always the last logits of one pass. `extend_rows`
+    gives a row for each new token, and mixes with `extend`.
+    """
+    truth, sequence = truths(family), open_sequence_runtime("openvino", tiny_ir(family), OPTIONS)
+    assert isinstance(sequence, OpenVinoSequenceRuntime)
+    assert_close(sequence.extend(FIRST[:45]), truth(FIRST[:45])[-1])
     for length in (46, 47, 48):
-        assert_close(sequence.extend(FIRST[length - 1 : length]), sequence_truth(FIRST[:length])[-1])
+        assert_close(sequence.extend(FIRST[length - 1 : length]), truth(FIRST[:length])[-1])
     sequence.truncate(44)
     assert sequence.length == 44
-    assert_close(sequence.extend(SECOND[:5]), sequence_truth(FIRST[:44] + SECOND[:5])[-1])
-    assert_close(sequence.extend(SECOND[5:6]), sequence_truth(FIRST[:44] + SECOND[:6])[-1])
+    assert_close(sequence.extend(SECOND[:5]), truth(FIRST[:44] + SECOND[:5])[-1])
+    assert_close(sequence.extend(SECOND[5:6]), truth(FIRST[:44] + SECOND[:6])[-1])
     assert sequence.length == 50
-
-
-def test_sequence_gives_every_row_on_request(sequence: OpenVinoSequenceRuntime, sequence_truth: Truth) -> None:
-    """`extend_rows` gives a row for each new token, and mixes with `extend`."""
     sequence.truncate(0)
-    assert_close(sequence.extend_rows(FIRST[:40]), sequence_truth(FIRST[:40]))
-    assert_close(sequence.extend(FIRST[40:44]), sequence_truth(FIRST[:44])[-1])
-    assert_close(sequence.extend_rows(FIRST[44:48]), sequence_truth(FIRST[:48])[-4:])
-
-
-def reference_logits(path: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits for every position of one sequence, in one FP32 pass without a cache: [len(tokens), vocab_size] float32.
-
-    With plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
-    Raises BundleError when transformers cannot load the directory.
-    """
-    model = load_causal_lm(path, torch.float32, "eager")
-    with torch.inference_mode():
-        logits: NDArray[np.float32] = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
-    return logits
+    assert_close(sequence.extend_rows(FIRST[:40]), truth(FIRST[:40]))
+    assert_close(sequence.extend(FIRST[40:44]), truth(FIRST[:44])[-1])
+    assert_close(sequence.extend_rows(FIRST[44:48]), truth(FIRST[:48])[-4:])
+    for _ in range(2):
+        sequence.close()

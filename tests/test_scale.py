@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import pytest
 from bench.gpu_on_paper import DENSE_8B, H100, H200, MIXTURE, Replica
@@ -54,16 +55,16 @@ def test_a_round_trip_costs_drafts_their_use() -> None:
 def turns(gamma: int, draft_s: float, num_texts: int) -> Figures:
     """Texts that take turns, one a step, with drafts of one right guess for each that is right or not by itself."""
     verifier = Verifier(lambda sequences, tokens: STEP_S, 1, beside_s=lambda count: gamma * draft_s)
-    peers = [
-        Peer(
-            verifier.timeline,
-            Text([RIGHT] * (1 + 40 * (gamma + 1))),
-            Device(RankedDraft(SURE, 1, number), gamma, 1),
-            Drafting.BESIDE,
-        )
-        for number in range(num_texts)
+    length = 1 + 40 * (gamma + 1)
+    return Figures.of(verifier.run(sure_peers(verifier, num_texts, length, gamma, Drafting.BESIDE)))
+
+
+def sure_peers(verifier: Verifier, count: int, length: int, gamma: int, *how: Any) -> list[Peer]:
+    """Texts of so many tokens, all drafts for which are right. how: they draft, as `Peer` takes it."""
+    return [
+        Peer(verifier.timeline, Text([RIGHT] * length), Device(RankedDraft(SURE, 1, number), gamma, 1), *how)
+        for number in range(count)
     ]
-    return Figures.of(verifier.run(peers))
 
 
 def test_drafts_from_devices_serve_as_many_more_as_the_paper_says() -> None:
@@ -76,31 +77,18 @@ def test_drafts_from_devices_serve_as_many_more_as_the_paper_says() -> None:
 
 def test_commits_leave_when_the_server_has_done_its_part() -> None:
     """After the step and what the server does around it."""
-    host_s = 0.01
-    verifier = Verifier(lambda sequences, tokens: STEP_S, 1, host_s=lambda passes, tokens, step_s: host_s)
+    verifier = Verifier(lambda sequences, tokens: STEP_S, 1, host_s=lambda passes, step_s: 0.01)
     began = verifier.timeline.now
     (session,) = verifier.run([Peer(verifier.timeline, Text([RIGHT] * 3))])
-    arrived = [began + number * (STEP_S + host_s) for number in (1, 2, 3)]
-    assert [at for at, _ in session.commits] == pytest.approx(arrived)
+    expected = [began + number * (STEP_S + 0.01) for number in (1, 2, 3)]
+    assert [at for at, _ in session.commits] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("message_s", "passes"), [(0.0, [1, 3]), (0.001, [4, 4])])
 def test_drafts_that_queue_reach_the_same_step(message_s: float, passes: list[int]) -> None:
     """Four answers, a millisecond apart: the first one begins a step, unless the event loop has the interpreter."""
     verifier = Verifier(lambda sequences, tokens: STEP_S, 4, policy=Policy.VERIFY, message_s=message_s)
-    core = Core(0.001)
-    verifier.run(
-        [
-            Peer(
-                verifier.timeline,
-                Text([RIGHT] * 41),
-                Device(RankedDraft(SURE, 1, number), 4, 1),
-                Drafting.ANSWERS,
-                core,
-            )
-            for number in range(4)
-        ]
-    )
+    verifier.run(sure_peers(verifier, 4, 41, 4, Drafting.ANSWERS, Core(0.001)))
     totals = [each.passes for each in verifier.progress]
     steps = [after - before for before, after in pairwise(totals) if after > before]
     assert sorted(steps[3:5]) == passes
@@ -111,11 +99,8 @@ def test_what_messages_take_comes_out_of_their_lags(answer: float, handle: float
     """As far as the slower of two queues shows it: played, and then calibrated."""
     message, count, devices, loop = 0.7, 16, Core(answer), Core(handle)
     lags = [loop.done_at(devices.done_at(message) + message) for _ in range(count)]
-    found, shown = messages(2 * message + answer + handle, fmean(lags), count, answer)
-    if handle > answer:
-        assert (found, shown) == pytest.approx((message, handle))
-    else:
-        assert shown == 0.0 and found == pytest.approx(message + handle / 2.0)
+    expected = (message, handle) if handle > answer else (message + handle / 2.0, 0.0)
+    assert messages(2 * message + answer + handle, fmean(lags), count, answer) == pytest.approx(expected)
 
 
 def test_acceptance_is_that_of_the_ranks() -> None:
@@ -131,7 +116,7 @@ def test_acceptance_is_that_of_the_ranks() -> None:
 
 def test_messages_take_their_time_in_their_order() -> None:
     """Half a round trip at least, and none overtakes another."""
-    link = Link.of(0.02, 0.005, seed=3)
+    link = Link(0.02, 0.005)
     sent = [0.001 * index for index in range(50)]
     arrived = [link.arrival(now) for now in sent]
     assert arrived == sorted(arrived) and all(b >= a + 0.02 for a, b in zip(sent, arrived, strict=True))
@@ -157,8 +142,8 @@ def test_clients_are_bound_by_memory_or_by_time() -> None:
     assert 0 < fast < paper.places(NONE) and paper.outcome(NONE, fast).client_rate >= 100.0
     assert paper.clients(NONE, 1000.0) == 0 and paper.load(NONE, 100, 1000.0) is None
     few, many = paper.load(NONE, 100, 15.0), paper.load(NONE, 10_000, 15.0)
-    assert few is not None and many is not None
-    assert few[0] == 1 and many[0] == -(-10_000 // paper.places(NONE)) and many[1] < few[1]
+    assert few is not None and many is not None and many[1] < few[1]
+    assert (few[0], many[0]) == (1, -(-10_000 // paper.places(NONE)))
 
 
 def test_a_draft_beside_is_as_deep_as_pays() -> None:
@@ -177,8 +162,7 @@ def test_the_server_works_while_the_gpu_does() -> None:
     host, passes = Host(plain=1e-3, engine=2e-3, loop=4e-3), 10
     assert host.after(NONE, passes, 0.0) == pytest.approx(0.010)
     assert host.after(BESIDE, passes, 0.0) == host.after(DEVICES, passes, 0.040) == pytest.approx(0.030)
-    assert host.after(DEVICES, passes, 0.015) == pytest.approx(0.055)
-    assert host.after(DEVICES, passes, 0.0) == pytest.approx(passes * (host.plain + host.engine + host.loop))
+    assert [host.after(DEVICES, passes, step_s) for step_s in (0.015, 0.0)] == pytest.approx([0.055, 0.070])
 
 
 def test_a_server_that_takes_time_serves_fewer() -> None:
@@ -195,10 +179,8 @@ def test_the_search_ends_near_the_rate() -> None:
     paper = OnPaper(Replica(DENSE_8B, H100, 1, 2048), Field())
     for rate in (40.0, 80.0):
         count = paper.clients(NONE, rate)
-        assert paper.outcome(NONE, count).client_rate >= rate
-        assert (
-            paper.outcome(NONE, count).client_rate < 1.005 * rate or paper.outcome(NONE, count + 1).client_rate < rate
-        )
+        found, more = (paper.outcome(NONE, each).client_rate for each in (count, count + 1))
+        assert found >= rate and (found < 1.005 * rate or more < rate)
 
 
 def test_a_device_rests_where_drafting_does_not_pay() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.engine_harness import SAMPLED, Collector, plain
@@ -21,7 +23,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "spill"
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------
+def restored(tokens: Sequence[int]) -> tuple[list[int], int]:
+    """What goes on with these: its text, and how many of them were read from the cache, those of full blocks."""
+    return plain([*tokens, 3, 4], SAMPLED, 10), (len(tokens) - 1) // 4 * 4
 
 
 def test_a_prefix_that_lost_its_blocks_comes_back(place: Path) -> None:
@@ -31,10 +35,8 @@ def test_a_prefix_that_lost_its_blocks_comes_back(place: Path) -> None:
         harness.keep((9, 9, 9, 9, 9))  # an owner may park one: the first is evicted
         harness.spill.flush()
         assert harness.engine.stats().totals.spilled == 1
-        text, cached = harness.go_on(name)
-        assert text == plain([*tokens, 3, 4], SAMPLED, 10)
-        assert cached == (len(tokens) - 1) // 4 * 4
-        assert harness.go_on(name)[0] == text  # the file stays: a turn can be generated again
+        assert harness.go_on(name) == restored(tokens)
+        assert harness.go_on(name)[0] == restored(tokens)[0]  # the file stays: a turn can be generated again
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -45,9 +47,7 @@ def test_another_engine_goes_on_with_it(place: Path, always: bool) -> None:
         first.spill.flush()
         assert (first.engine.stats().totals.spilled == 1) == always
     with engine(place) as second:
-        text, cached = second.go_on(name)
-        assert text == plain([*tokens, 3, 4], SAMPLED, 10)
-        assert cached == (len(tokens) - 1) // 4 * 4
+        assert second.go_on(name) == restored(tokens)
         assert second.engine.stats().totals.restored == 1
         assert max(max(batch) for batch in second.batches) < 8
 
@@ -81,15 +81,12 @@ def test_only_its_owner_salt_and_target_find_a_prefix(place: Path, salt: bytes) 
         first.spill.flush()
         with pytest.raises(RequestError, match="not held"):
             first.go_on(name, owner=b"alice", salt=b"two")
-    for target, owner, sent in (
-        ("t", b"bob", salt),
-        ("t", b"", salt),
-        ("another", b"alice", salt),
-        ("t", b"alice", b"two"),
-    ):
-        with engine(place, target=target) as other, pytest.raises(RequestError, match="not held"):
-            other.go_on(name, owner=owner, salt=sent)
+    with engine(place, target="another") as other, pytest.raises(RequestError, match="not held"):
+        other.go_on(name, owner=b"alice", salt=salt)
     with engine(place) as second:
+        for owner, sent in ((b"bob", salt), (b"", salt), (b"alice", b"two")):
+            with pytest.raises(RequestError, match="not held"):
+                second.go_on(name, owner=owner, salt=sent)
         assert second.go_on(name, owner=b"alice", salt=salt)[1] > 0
         assert second.engine.stats().totals.spill_faults == 0
 
@@ -103,8 +100,7 @@ def test_a_prefix_without_room_waits_for_it(place: Path) -> None:
         second.steps_until(lambda: second.engine.stats().queued == 1)  # it was read, and found no room
         assert second.engine._cache.pool.num_available == 2
         second.engine._cache.pool.release(blocks)
-        assert second.text(collector) == plain([*tokens, 3, 4], SAMPLED, 10)
-        assert collector.ended.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
+        assert (second.text(collector), collector.ended.usage.cached_prompt_tokens) == restored(tokens)
 
 
 def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Path) -> None:
@@ -121,9 +117,8 @@ def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Pat
         assert second.engine.stats().parked == 1
         second.engine._cache.grow = grow  # type: ignore[method-assign]
         second.engine._cache.pool.release(blocks)
-        assert second.go_on(kept, owner=b"alice") == (plain([*tokens, 3, 4], SAMPLED, 10), len(tokens) - 1)
-        second.text(large)
-        second.text(waits)
+        assert second.go_on(kept, owner=b"alice") == (restored(tokens)[0], len(tokens) - 1)
+        assert second.text(large) and second.text(waits)
 
 
 def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +139,7 @@ def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.M
         assert list(second.engine._sequences) == [first_id]  # the other ended at its deadline
         assert late.end is None
         second.clock.now += 4.6
-        assert second.text(late) == plain([*tokens, 3, 4], SAMPLED, 10)
-        assert late.ended.usage.cached_prompt_tokens == 0
+        assert (second.text(late), late.ended.usage.cached_prompt_tokens) == (restored(tokens)[0], 0)
         assert second.engine.stats().totals.spill_faults == 1
         disk.answers.set()
         second.spill.flush()
@@ -198,7 +192,7 @@ def test_no_damaged_file_is_used(place: Path, caplog: pytest.LogCaptureFixture) 
         for what, data in cases.items():
             path.write_bytes(data)
             if what == "blocks":  # found when they are read; the ids are fine
-                assert second.go_on(name) == (plain([*tokens, 3, 4], SAMPLED, 10), 0), what
+                assert second.go_on(name) == (restored(tokens)[0], 0), what
             else:
                 with pytest.raises(RequestError, match="not held"):
                     second.go_on(name)
@@ -206,18 +200,15 @@ def test_no_damaged_file_is_used(place: Path, caplog: pytest.LogCaptureFixture) 
         path.symlink_to("/dev/zero")
         with pytest.raises(RequestError, match="not held"):
             second.go_on(name)
-        assert second.engine.stats().totals.spill_faults == len(cases) + 1
-        assert second.engine.stats().totals.restored == 0
+        totals = second.engine.stats().totals
+        assert (totals.spill_faults, totals.restored) == (len(cases) + 1, 0)
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and "is not used, and removed" in warnings[0].getMessage()
 
 
 def test_a_runtime_that_fails_to_copy_fails_no_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither when a prefix is written, nor when it returns."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("the copy failed")
-
+    fail = Mock(side_effect=RuntimeError("the copy failed"))
     with engine(place, always=True) as first:
         name, tokens = first.keep()
         monkeypatch.setattr(first.runtime, "read_blocks", fail)
@@ -226,4 +217,4 @@ def test_a_runtime_that_fails_to_copy_fails_no_request(place: Path, monkeypatch:
         assert first.engine.stats().totals.spilled == first.engine.stats().totals.faults == 1
     with engine(place) as second:
         monkeypatch.setattr(second.runtime, "write_blocks", fail)
-        assert second.go_on(name) == (plain([*tokens, 3, 4], SAMPLED, 10), 0)
+        assert second.go_on(name) == (restored(tokens)[0], 0)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -41,27 +42,36 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "spill"
 
 
+def put(store: SpillStore, owner: bytes, *names: str) -> None:
+    """Prefixes of the same tokens and blocks, written."""
+    for name in names:
+        store.put(owner, name, TOKENS, blocks())
+    store.flush()
+
+
+def found_of(store: SpillStore, owner: bytes, *names: str) -> list[str]:
+    """Those of an owner's prefixes that are found."""
+    return [name for name in names if store.find(owner, name) is not None]
+
+
 # -- the directory -----------------------------------------------------------------------------------------------------
 
 
 def test_files_are_for_this_user_only(place: Path) -> None:
     """Directory 0700, files 0600; names hold no owner and no hash that a client could use."""
     with store(place) as opened:
-        opened.put(b"alice", "name", TOKENS, blocks())
-        opened.flush()
+        put(opened, b"alice", "name")
         (path,) = place.iterdir()
         assert stat.S_IMODE(place.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) == 0o600
         assert b"alice" not in path.name.encode() + path.read_bytes() and "name" not in path.name
-        found = opened.find(b"alice", "name")
-        assert found is not None and list(found.tokens) == TOKENS
-        assert opened.find(b"alice", "../name") is None and opened.find(b"bob", "name") is None
+        assert found_of(opened, b"alice", "name", "../name") == ["name"] and not found_of(opened, b"bob", "name")
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=8, max_size=64), st.integers(0, 99))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], seed: int) -> None:
     """Bit by bit, and no byte more."""
-    read: list[np.ndarray | None] = []
+    read: list[Any] = []
     with store(tmp_path_factory.mktemp("spill") / "new") as opened:
         opened.put(b"a", "n", tokens, blocks(seed))
         opened.flush()
@@ -71,7 +81,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, token
         assert file[header_of(file)[1] + 4 * len(tokens) :] == blocks(seed).tobytes()
         opened.load(b"a", found, read.append)
         opened.flush()
-    assert len(read) == 1 and read[0] is not None and np.array_equal(read[0], blocks(seed))
+    assert np.array_equal(read, [blocks(seed)])
 
 
 @pytest.mark.parametrize("kind", ["fp16", "fp8"])
@@ -79,8 +89,7 @@ def test_a_rounded_file_of_an_earlier_version_is_never_used(place: Path, kind: s
     """It lies where nobody looks; with the name, and the target, of an exact one its header still tells, so it goes."""
     rounded = replace(TARGET, target=f"t rounded to {kind}")  # as `--spill-type` named it
     with closing(SpillStore(SpillConfig(place, rounded.target), rounded, Totals())) as earlier:
-        earlier.put(b"a", "n", TOKENS, blocks())
-        earlier.flush()
+        put(earlier, b"a", "n")
     (path,) = place.iterdir()
     path.write_bytes(with_facts(path.read_bytes(), type=kind, exact="00"))
     data, found_at = path.read_bytes(), place / TARGET.place(b"a", "n")
@@ -100,11 +109,10 @@ def test_a_file_has_an_end(place: Path) -> None:
     offset = [0.0]
     with store(place, lambda: time.time() + offset[0], max_s=100.0) as opened:
         opened.put(b"a", "old", TOKENS, blocks(), age_s=90.0)
-        opened.put(b"a", "new", TOKENS, blocks())
-        opened.flush()
+        put(opened, b"a", "new")
         (place / "x.kv.1.part").touch()
         offset[0] = 20.0
-        assert opened.find(b"a", "old") is None and opened.find(b"a", "new") is not None
+        assert found_of(opened, b"a", "old", "new") == ["new"]
         offset[0] = 1000.0
         with store(place, lambda: time.time() + 1000.0, max_s=100.0) as later:
             later.flush()
@@ -115,52 +123,39 @@ def test_the_owner_with_most_bytes_loses_its_oldest_file(place: Path) -> None:
     """So a flood leaves others' files alone, and the directory keeps to its size."""
     size = 600
     with store(place, max_bytes=5 * size) as opened:
-        opened.put(b"small", "n", TOKENS, blocks())
-        for index in range(20):
-            opened.put(b"large", str(index), TOKENS, blocks())
-        opened.flush()
+        put(opened, b"small", "n")
+        put(opened, b"large", *map(str, range(20)))
         assert sum(path.stat().st_size for path in place.iterdir()) <= 5 * size
-        assert opened.find(b"small", "n") is not None and opened.find(b"large", "19") is not None
-        assert opened.find(b"large", "0") is None
+        assert found_of(opened, b"small", "n") and found_of(opened, b"large", "0", "19") == ["19"]
         assert not opened.has_room(5 * size) and opened.totals.spill_faults == 1
 
 
 def test_at_the_end_every_parked_prefix_is_written(place: Path) -> None:
     """However few bytes may wait at a time; while it serves, what does not fit is dropped and counted."""
     with engine(place) as harness:
-        block = harness.runtime.block_bytes
-        harness.spill._max_waiting_bytes = 12 * block  # two prefixes of 5 blocks
+        spill = harness.spill
+        spill._max_waiting_bytes = 12 * harness.runtime.block_bytes  # two prefixes of 5 blocks
         names = [harness.keep((seed,) * 13)[0] for seed in range(8)]
         harness.engine.shut_down()
-        assert harness.spill.totals.spilled == 8 and harness.spill.totals.spill_faults == 0
-        assert all(harness.spill.find(b"", name) is not None for name in names)
-        assert harness.spill.has_room(12) and not harness.spill.has_room(13)
-        assert harness.spill.totals.spill_faults == 1
+        assert (spill.totals.spilled, spill.totals.spill_faults) == (8, 0) and found_of(spill, b"", *names) == names
+        assert spill.has_room(12) and not spill.has_room(13) and spill.totals.spill_faults == 1
 
 
 def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And no fault of any request."""
     with store(place) as opened:
         place.rmdir()
-        for _ in range(3):
-            opened.put(b"a", "n", TOKENS, blocks())
-        opened.flush()
+        put(opened, b"a", *["n"] * 3)
         assert opened.totals.spill_faults >= 3 and opened.totals.spilled == 0
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
 def test_an_owner_has_only_so_many_calls_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks and reads together, those included whose blocks wait for room; others' calls are taken, and come first."""
-    order: list[bytes] = []
-
-    def note(owner: bytes, _: object) -> None:
-        order.append(owner)
-
+    calls = Mock()
     monkeypatch.setattr(spill_module, "_MAX_CALLS_EACH", 3)
     with store(place) as opened:
-        for name in ("one", "two", "three"):
-            opened.put(b"a", name, TOKENS, blocks())
-        opened.flush()
+        put(opened, b"a", "one", "two", "three")
         found = opened.find(b"a", "one")
         assert found is not None
         kept: list[np.ndarray | None] = []
@@ -172,45 +167,34 @@ def test_an_owner_has_only_so_many_calls_wait(place: Path, monkeypatch: pytest.M
         kept.clear()  # nobody has the blocks any more
         disk = Hung(monkeypatch, "read_head")
         for owner in (b"a", b"a", b"a", b"b"):
-            assert opened.seek(owner, "two", partial(note, owner))
+            assert opened.seek(owner, "two", partial(calls, owner))
             assert disk.asked.wait(30.0)  # the first one's
         assert not opened.seek(b"a", "two", lambda _: None)
         monkeypatch.setattr(spill_module, "_STUCK_S", -1.0)
         assert not opened.seek(b"c", "two", lambda _: None), "a disk that hangs is asked no more"
         disk.answers.set()
         opened.flush()
-    assert order == [b"a", b"b", b"a", b"a"]
+    assert [call.args[0] for call in calls.call_args_list] == [b"a", b"b", b"a", b"a"]
 
 
 def test_a_write_does_not_read_the_whole_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner with many small prefixes would take the thread from others; the bound on bytes holds all the same."""
-    scans: list[object] = []
-    real = os.scandir
-
-    def scan(path: Any) -> Any:
-        scans.append(path)
-        return real(path)
-
+    scan = Mock(wraps=os.scandir)
     monkeypatch.setattr(spill_module, "_SCAN_S", 3600.0)
     monkeypatch.setattr(os, "scandir", scan)
     with store(place, max_bytes=3000) as opened:
-        for index in range(40):
-            opened.put(b"a", str(index), TOKENS, blocks())
-        opened.put(b"a", "39", TOKENS, blocks())  # in place of the one before
-        opened.flush()
-        assert scans == [place]
+        put(opened, b"a", *map(str, range(40)), "39")  # the last in place of the one before
+        scan.assert_called_once_with(place)
         sizes = [path.stat().st_size for path in place.iterdir()]
-        assert sum(sizes) <= 3000 < sum(sizes) + max(sizes) and opened.find(b"a", "39") is not None
+        assert sum(sizes) <= 3000 < sum(sizes) + max(sizes) and found_of(opened, b"a", "39")
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     """With the command that closes it; a file, and one that cannot be made, by name."""
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match="run: chmod 700"), store(tmp_path):
-        pass
     (tmp_path / "file").touch()
-    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="--spill-dir"), store(wrong):
+    for wrong, message in ((".", "run: chmod 700"), ("file", "--spill-dir"), ("file/below", "--spill-dir")):
+        with pytest.raises(ConfigError, match=message), store(tmp_path / wrong):
             pass
 
 
@@ -222,10 +206,13 @@ def test_a_runtime_without_blocks_is_refused_by_name(place: Path) -> None:
 
     with pytest.raises(ConfigError, match="--spill-dir keeps the KV cache, and the KV cache of OpenVINO on GPU"):
         Engine(OnGpu(), EngineConfig(spill=SpillConfig(place, "t")))
-    with pytest.raises(ConfigError, match="--spill-dir keeps the embedded engine's KV cache"):
-        VllmTarget(ServeOptions("b", engine=EngineName.VLLM, spill_dir=place))
-    with pytest.raises(ConfigError, match="leave --allow-tolerance out"):
-        VllmTarget(ServeOptions("b", engine=EngineName.VLLM, allow_tolerance=True))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"spill_dir": place}, "--spill-dir keeps the embedded engine's KV cache"),
+        ({"allow_tolerance": True}, "leave --allow-tolerance out"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            VllmTarget(ServeOptions("b", engine=EngineName.VLLM, **options))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -261,9 +248,7 @@ def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(spill_module, "_STUCK_S", 0.0)
             refused = client.post("/v1/verify", json={"items": [{"prefix": [5], "prefix_hash": "a" * 32}] * 20})
             assert not first.done()
-            answer = first.result()
-        for each in (refused, answer):
-            assert code_of(each) == (409, "prefix_not_held")
+            assert code_of(refused) == code_of(first.result()) == (409, "prefix_not_held")
         disk.answers.set()
 
 
@@ -272,7 +257,6 @@ def test_the_options_reach_the_engine(place: Path, monkeypatch: pytest.MonkeyPat
     assert _config(ServeOptions("b"), "t").spill is None
     assert platform.machine() in instruction_set()
     monkeypatch.setattr(embedded, "instruction_set", lambda: "x86_64 AVX2")
-    options = ServeOptions("b", spill_dir=place, spill_mb=3)
-    assert _config(options, "t").spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20)
-    of_replica = _config(replace(options, ray=True), "t").spill
-    assert of_replica == SpillConfig(place, "t x86_64 AVX2", 3 << 20, always=True)
+    options, expected = ServeOptions("b", spill_dir=place, spill_mb=3), SpillConfig(place, "t x86_64 AVX2", 3 << 20)
+    assert _config(options, "t").spill == expected
+    assert _config(replace(options, ray=True), "t").spill == replace(expected, always=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -41,7 +42,7 @@ from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointUnfit, ProtocolBroken
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.wire.draft_stream import MessageReader, framed
-from outrider.models.wire.protocol import SessionEvent, SessionOpen, SessionRequest
+from outrider.models.wire.protocol import SessionOpen, SessionRequest
 from outrider.models.wire.steady import (
     FRAME_BYTES,
     LEAST_BODY_BYTES,
@@ -61,21 +62,18 @@ STEADY = ClientOptions(is_steady=True)
 @given(st.lists(st.integers(1, 400), max_size=12), st.integers(16, 300), st.lists(st.integers(0, 3), max_size=12))
 def test_events_survive_frames(sizes: list[int], size: int, waits: list[int]) -> None:
     """Whatever fills them, frames have one size, and the events come out whole and in order."""
-    parser, found, pending = EventParser("here"), list[int](), bytearray()
-    waits = [*waits, *[0] * len(sizes)]
-
-    def send() -> None:
-        frame = down_frame(pending, size)
-        assert len(frame) == size
-        found.extend(event.base for event in parser.feed(frame))  # type: ignore[union-attr]
-
-    for base, (count, wait) in enumerate(zip(sizes, waits, strict=False)):
+    frames, pending = list[bytes](), bytearray()
+    for base, (count, wait) in enumerate(itertools.zip_longest(sizes, waits[: len(sizes)], fillvalue=0)):
         pending += b'data: {"base":%d,"tokens":[%s]}\n\n' % (base, b"7," * (count - 1) + b"7")
-        for _ in range(wait):
-            send()
+        frames += [down_frame(pending, size) for _ in range(wait)]
     while pending:
-        send()
-    assert found == list(range(len(sizes)))
+        frames.append(down_frame(pending, size))
+    assert {len(frame) for frame in frames} <= {size}
+    assert [event.base for event in events_of(frames)] == list(range(len(sizes)))
+
+
+def events_of(chunks: Iterable[bytes]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(EventParser("here").feed, chunks))
 
 
 @given(
@@ -100,29 +98,24 @@ def test_a_padded_body_says_the_same_and_shows_its_order_of_size(size: int) -> N
     """Powers of two from 4,096 on."""
     body = padded(json.dumps("x" * (size - 2)).encode())
     assert len(json.loads(body)) == size - 2
-    assert len(body) == (4096 if size <= 4096 else 8192 if size <= 8192 else 16384)
+    assert len(body) == next(power for power in (4096, 8192, 16384) if power >= size)
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-class Frames:
-    """The stream of a session as its chunks."""
+def frames_of(raw: Raw, **fields: Any) -> Iterator[bytes]:
+    """The stream of a steady session as its chunks."""
+    body = SESSION | {"steady": True} | fields
+    assert raw.answer(post("/v1/sessions", json.dumps(body).encode()))[0] == 200
+    while size := int(raw._stream.readline(), 16):
+        yield raw._stream.read(size)
+        assert raw._stream.readline() == b"\r\n"
 
-    def __init__(self, raw: Raw, body: dict[str, Any]) -> None:
-        self._raw = raw
-        assert raw.answer(post("/v1/sessions", json.dumps(body).encode()))[0] == 200
 
-    def __iter__(self) -> Iterator[bytes]:
-        while size := int(self._raw._stream.readline(), 16):
-            found = self._raw._stream.read(size)
-            assert self._raw._stream.readline() == b"\r\n"
-            yield found
-
-    def events(self, chunks: Iterator[bytes]) -> Iterator[SessionEvent]:
-        parser = EventParser("here")
-        for each in chunks:
-            yield from parser.feed(each)  # type: ignore[misc]
+def tokens_of(events: Iterable[Any]) -> list[int]:
+    """Those of all commits."""
+    return [token for event in events if event.type == "commit" for token in event.tokens]
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 4}, {"stop": ["no such text"]}])
@@ -130,28 +123,23 @@ def test_frames_have_one_size_whether_anything_happens_or_not(fields: dict[str, 
     """While the engine stands they go on; the text and its end are in them."""
     gate, size = StepGate(), pace_of(fields.get("logprobs")).down
     with serve_fake(gate=gate) as server, Raw(server) as raw:
-        frames = Frames(raw, SESSION | {"steady": True} | fields)
-        chunks = list(zip(range(4), frames, strict=False))
+        frames = frames_of(raw, **fields)
+        first, *others = itertools.islice(frames, 4)
+        assert all(each.startswith(b": ") for each in others)
         gate.open()
-        chunks += enumerate(frames)
-        first, *others = [each for _, each in chunks]
+        others += frames
         assert len(first) == OPENING_BYTES and {len(each) for each in others} == {size}
-        assert all(each.startswith(b": ") for each in others[:3])
-        opened, *commits, end = frames.events(iter([first, *others]))
-        assert opened.type == "open" and opened.steady == pace_of(fields.get("logprobs"))
-        tokens = [token for commit in commits if commit.type == "commit" for token in commit.tokens]
-        assert tokens == target_tokens(PROMPT, 24) and end.type == "end" and end.reason == "length"
+        opened, *commits, end = events_of([first, *others])
+        assert (opened.type, opened.steady) == ("open", pace_of(fields.get("logprobs")))
+        assert tokens_of(commits) == target_tokens(PROMPT, 24) and (end.type, end.reason) == ("end", "length")
 
 
 def test_the_front_of_replicas_passes_frames_on() -> None:
     """In their sizes; two that came together may go together."""
     with replicas(1) as group, serve_front(group) as front, Raw(At(front.url)) as raw:  # type: ignore[arg-type]
-        frames = Frames(raw, SESSION | {"steady": True})
-        first, *others = list(frames)
-        assert (sum(map(len, others), len(first)) - OPENING_BYTES) % FRAME_BYTES == 0
-        events = frames.events(iter([first, *others]))
-        tokens = [token for event in events if event.type == "commit" for token in event.tokens]
-        assert tokens == target_tokens(PROMPT, 24)
+        frames = list(frames_of(raw))
+        assert (sum(map(len, frames)) - OPENING_BYTES) % FRAME_BYTES == 0
+        assert tokens_of(events_of(frames)) == target_tokens(PROMPT, 24)
 
 
 def test_frames_of_a_client_with_many_texts_are_slower() -> None:
@@ -172,14 +160,11 @@ def test_a_server_cannot_fill_a_devices_line(pace: dict[str, float]) -> None:
 def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
     """Cut by frames, with zeros between."""
     with serve_fake(gate=StepGate()) as server, Raw(server) as raw, Raw(server) as up:
-        frames = Frames(raw, SESSION | {"steady": True})
-        events = frames.events(iter(frames))
-        opened = next(events)
+        events = events_of(frames_of(raw))
+        opened, cut = next(events), [bytes(5) + tree()[:7], tree()[7:] + bytes(9), bytes(99)]
         assert opened.type == "open"
-        up.send(
-            long_head(opened.session) + chunk(bytes(5) + tree()[:7]) + chunk(tree()[7:] + bytes(9)) + chunk(bytes(99))
-        )
-        taken: Any = next(events)
+        up.send(long_head(opened.session) + b"".join(map(chunk, cut)))
+        taken = next(events)
         assert taken.type == "taken" and taken.taken[0] == 1
         single = httpx.post(f"{server.url}/v1/sessions/{opened.session}/drafts", json={"base": 0, "paths": [[1]]})
         assert code_of(single) == (400, "steady_required")
@@ -199,18 +184,19 @@ async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.
     assert stream.num_closed == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/sessions", "/v1/verify"])
-@pytest.mark.parametrize("streams", [{}, {"stream": True}])
-def test_a_server_that_serves_steady_sessions_only_refuses_the_others(path: str, streams: dict[str, bool]) -> None:
+def test_a_server_that_serves_steady_sessions_only_refuses_the_others() -> None:
     """By name."""
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"model": "fake", "prompt": "a", **streams},
-        "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "a"}], **streams},
-        "/v1/sessions": SESSION,
-        "/v1/verify": {"items": [{"prefix": PROMPT, "draft": [1]}]},
-    }
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+        ("/v1/sessions", SESSION),
+        ("/v1/verify", {"items": [{"prefix": PROMPT, "draft": [1]}]}),
+    ]
     with serve_fake(ServerSettings(needs_steady=True)) as server:
-        assert code_of(httpx.post(server.url + path, json=bodies[path])) == (400, "steady_required")
+        for path, body in bodies:
+            assert code_of(httpx.post(server.url + path, json=body)) == (400, "steady_required"), (path, body)
         wait_until(server.is_empty)
 
 
@@ -235,10 +221,8 @@ def test_a_device_becomes_steady_where_the_server_is() -> None:
     with serve_paced(num_taken, ServerSettings(needs_steady=True)) as server:
         results, _ = generate(server.url, 2)
         wait_until(lambda: is_at_rest(server))
-        opened = {
-            status: num for (route, _, status), num in server.core.metrics.requests.items() if route == "/v1/sessions"
-        }
-        assert opened == {400: 1, 200: 2}
+        requests = server.core.metrics.requests.items()
+        assert {status: num for (route, _, status), num in requests if route == "/v1/sessions"} == {400: 1, 200: 2}
     for seed, result in enumerate(results):
         assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_accepted > 0
 
@@ -247,9 +231,9 @@ async def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
     """An older one calls the field unknown; one that ignores it is no verifier."""
     unknown = {"error": {"code": "invalid_parameter", "message": "steady: unknown field", "param": "steady"}}
 
+    refusing = httpx.MockTransport(lambda request: httpx.Response(400, json=unknown))
+    asked = SessionRequest(prompt=PROMPT, max_tokens=9)
     with pytest.raises(EndpointUnfit, match="http://old knows no steady sessions: upgrade it"):
-        refusing = httpx.MockTransport(lambda request: httpx.Response(400, json=unknown))
-        asked = SessionRequest(prompt=PROMPT, max_tokens=9)
         async with VerifierClient("http://old", STEADY, refusing) as client, client.open_session(asked):
             pass
 
@@ -258,8 +242,8 @@ async def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
 def test_a_way_that_passes_no_long_request_costs_drafts_and_shows_nothing(how: str) -> None:
     """No draft goes elsewhere; the text is the same."""
     with serve_paced(num_taken) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with AgainstLongRequests(how, host, int(port)) as proxy:
+        address = httpx.URL(server.url)
+        with AgainstLongRequests(how, address.host, address.port or 0) as proxy:
             (result,), _ = generate(proxy.url, 1, STEADY)
         assert result.tokens == truth(asking(0, max_tokens=40)) and result.num_failed_posts > 0
         assert result.num_failed_posts == result.num_posts or how == "cuts"
@@ -280,17 +264,20 @@ async def test_what_has_no_pace_is_not_sent() -> None:
         async with VerifierClient(front.url, STEADY) as client:
             with pytest.raises(RequestError, match="/v1/verify is not"):
                 await client.verify(VerifyRequest(items=[VerifyItem(prefix=PROMPT, draft=[1])]))
-            before = client.wire.body_up, client.wire.body_down
-            body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
-            assert (await client.render(body)).tokens
-            assert (client.wire.body_up - before[0], client.wire.body_down - before[1]) == (4096, 4096)
+            up, down = client.wire.body_up, client.wire.body_down
+            assert (await client.render(b'{"messages": [{"role": "user", "content": "a"}]}')).tokens
+            assert (client.wire.body_up - up, client.wire.body_down - down) == (4096, 4096)
 
 
-def test_options_that_contradict_steady_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (RunOptions, {"prompt": "a", "mode": Mode.STOP_AND_WAIT}, "stop-and-wait"),
+        (ServeOptions, {"host": "0.0.0.0"}, "no fixed pace"),
+        (RunOptions, {"prompt": "a", "target": "reference"}, "--target asks no other verifier"),
+    ],
+)
+def test_options_that_contradict_steady_are_refused(command: Any, options: dict[str, Any], message: str) -> None:
     """Before anything is sent."""
-    with pytest.raises(ConfigError, match="stop-and-wait"):
-        RunOptions(prompt="a", steady=True, mode=Mode.STOP_AND_WAIT)
-    with pytest.raises(ConfigError, match="no fixed pace"):
-        ServeOptions(steady=True, host="0.0.0.0")
-    with pytest.raises(ConfigError, match="--target asks no other verifier"):
-        RunOptions(prompt="a", steady=True, target="reference")
+    with pytest.raises(ConfigError, match=message):
+        command(steady=True, **options)

@@ -36,11 +36,12 @@ def test_free_text_has_no_grammar(fields: dict[str, Any]) -> None:
 
 def test_openai_response_format() -> None:
     """A strict schema is enforced as a whole; of another one, what the library knows."""
-    body = {"name": "n", "description": "d", "schema": SCHEMA, "strict": True}
-    spec = asked(response_format={"type": "json_schema", "json_schema": body})
-    assert spec == GrammarSpec.json_schema(SCHEMA)
-    body = {**body, "strict": None}
-    assert guidance(asked(response_format={"type": "json_schema", "json_schema": body})) == {"lenient": True}
+    body: dict[str, Any] = {"name": "n", "description": "d", "schema": SCHEMA}
+    strict, lenient = (
+        asked(response_format={"type": "json_schema", "json_schema": body | {"strict": strict}})
+        for strict in (True, None)
+    )
+    assert strict == GrammarSpec.json_schema(SCHEMA) and guidance(lenient) == {"lenient": True}
     assert asked(response_format={"type": "json_object"}) == GrammarSpec("json_object")
     chat = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
     assert ChatRequest.model_validate(chat).grammar() == GrammarSpec("json_object")
@@ -55,22 +56,24 @@ def test_vllm_names_old_and_new(name: str) -> None:
             return asked(structured_outputs=kinds)
         return asked(**{f"guided_{key}": value for key, value in kinds.items()})
 
-    assert ask(json=SCHEMA) == ask(json=json.dumps(SCHEMA)) == GrammarSpec.json_schema(SCHEMA)
-    assert ask(regex="a+") == GrammarSpec("regex", "a+")
-    assert ask(choice=["a", "b"]) == GrammarSpec("choice", '["a","b"]')
-    assert ask(grammar='root ::= "a"') == GrammarSpec("grammar", 'root ::= "a"')
-    assert ask(json_object=True) == GrammarSpec.json_schema({"type": "object"})
-    assert ask(json_object=False) is None
     assert guidance(ask(json=SCHEMA, whitespace_pattern="[ ]?")) == {"whitespace_pattern": "[ ]?"}
+    for kind, value, expected in (
+        ("json", SCHEMA, GrammarSpec.json_schema(SCHEMA)),
+        ("json", json.dumps(SCHEMA), GrammarSpec.json_schema(SCHEMA)),
+        ("regex", "a+", GrammarSpec("regex", "a+")),
+        ("choice", ["a", "b"], GrammarSpec("choice", '["a","b"]')),
+        ("grammar", 'root ::= "a"', GrammarSpec("grammar", 'root ::= "a"')),
+        ("json_object", True, GrammarSpec.json_schema({"type": "object"})),
+        ("json_object", False, None),
+    ):
+        assert ask(**{kind: value}) == expected, kind
 
 
 def test_vllm_options_of_whitespace_and_properties() -> None:
-    assert guidance(asked(structured_outputs={"json": SCHEMA, "disable_any_whitespace": False})) == {
-        "whitespace_flexible": True
-    }
+    flexible = asked(structured_outputs={"json": SCHEMA, "disable_any_whitespace": False})
+    assert guidance(flexible) == {"whitespace_flexible": True}
     spec = asked(structured_outputs={"json": {"items": SCHEMA}, "disable_additional_properties": True})
-    assert spec is not None
-    assert json.loads(spec.text)["items"]["additionalProperties"] is False
+    assert spec is not None and json.loads(spec.text)["items"]["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,13 @@ def test_vllm_options_of_whitespace_and_properties() -> None:
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "list of texts"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not JSON"),
+        # Sizes before anything is parsed, or grows.
+        ({"guided_json": "[" + '"\\u00e9", ' * 17_000}, "guided_json", "68,001 bytes besides spaces and escapes"),
+        (
+            {"structured_outputs": {"json": [{"properties": {}}] * 4_000, "disable_additional_properties": True}},
+            "structured_outputs",
+            "has 72,001 bytes",
+        ),
         ({"guided_regex": ""}, "guided_regex", "empty"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "leave one out"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "leave one out"),
@@ -105,22 +115,21 @@ def test_vllm_options_of_whitespace_and_properties() -> None:
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(FieldError, match=message) as refusal:
         asked(**fields)
-    assert refusal.value.param == param
-    assert refusal.value.code in ("invalid_grammar", "unsupported_parameter")
+    assert refusal.value.param == param and refusal.value.code in ("invalid_grammar", "unsupported_parameter")
 
 
 def test_the_wire_carries_a_grammar() -> None:
     """Sessions and verify items take the same field, and its kinds are those of the spec."""
     spec = GrammarSpec("regex", "a+", after="</think>")
-    field = spec.to_wire()
     assert get_args(GrammarField.model_fields["kind"].annotation) == KINDS
-    session = SessionRequest.model_validate_json(
-        SessionRequest(prompt=[1], max_tokens=1, grammar=field).model_dump_json()
-    )
-    assert GrammarSpec.of_wire(session.grammar) == spec
-    assert GrammarSpec.of_wire(VerifyItem(prefix=[1], grammar=field).grammar) == spec
-    assert GrammarSpec.of_wire(VerifyItem(prefix=[1]).grammar) is None
-    with pytest.raises(ValidationError):
-        GrammarField(kind="regex", text="a" * 70_000)
-    with pytest.raises(ValidationError):
-        GrammarField.model_validate({"kind": "regex", "text": "a", "lenient": True})
+    sent = SessionRequest(prompt=[1], max_tokens=1, grammar=spec.to_wire()).model_dump_json()
+    item = VerifyItem(prefix=[1], grammar=spec.to_wire())
+    for request, expected in (
+        (SessionRequest.model_validate_json(sent), spec),
+        (item, spec),
+        (VerifyItem(prefix=[1]), None),
+    ):
+        assert GrammarSpec.of_wire(request.grammar) == expected
+    for wrong in ({"text": "a" * 70_000}, {"text": "a", "lenient": True}):
+        with pytest.raises(ValidationError):
+            GrammarField.model_validate({"kind": "regex", **wrong})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -101,10 +103,8 @@ def test_a_draft_that_would_be_refused_is_not_recommended(like: Manifest) -> Non
     good = candidate(like, "int8", rate=0.5, draft_ms=19.0, size=100)
     with pytest.raises(ExportError, match=r"the best of 1\).*expected at least 0\.3"):
         compare([bad], [50.0])
-    found = compare([bad, good], [50.0])
-    assert found is not None and found.recommended == "openvino int8"
-    forced = compare([bad], [50.0], is_forced=True)
-    assert forced is not None and forced.recommended == "openvino int4"
+    found, forced = compare([bad, good], [50.0]), compare([bad], [50.0], is_forced=True)
+    assert (found.recommended, forced.recommended) == ("openvino int8", "openvino int4")
 
 
 def test_times_of_another_device_decide_nothing(like: Manifest) -> None:
@@ -114,23 +114,25 @@ def test_times_of_another_device_decide_nothing(like: Manifest) -> None:
         candidate(like, "w8a8", rate=0.70, draft_ms=1.0, size=90, is_on_device=False),
     ]
     found = compare(drafts, [10.0], [NotMade("x", "y")])
-    assert found is not None and found.recommended == "openvino int8" and "lacks the device" in found.reason
+    assert found.recommended == "openvino int8" and "lacks the device" in found.reason
     assert found.not_made == (NotMade("x", "y"),)
 
 
-def test_a_sweep_is_of_all_that_fits_the_device() -> None:
+@pytest.mark.parametrize(
+    ("asked", "runtimes", "precisions"),
+    [
+        ({}, {"openvino", "onnxruntime"}, {"int8", "int4", "fp32"}),
+        ({"precision": "int8"}, {"openvino", "onnxruntime"}, {"int8"}),
+        ({"runtime": "onnxruntime"}, {"onnxruntime"}, {"int8", "int4", "fp32"}),
+        ({"device": "npu"}, {"openvino"}, {"int8", "int4", "w8a8"}),
+    ],
+)
+def test_a_sweep_is_of_all_that_fits_the_device(
+    asked: dict[str, Any], runtimes: set[str], precisions: set[str]
+) -> None:
     """And of no more than was asked for."""
-    every = recipes_for(ExportOptions("draft"))
-    assert {(options.runtime, options.precision) for options in every} == {
-        (runtime, precision) for runtime in ("openvino", "onnxruntime") for precision in ("int8", "int4", "fp32")
-    }
-    assert len(recipes_for(ExportOptions("draft", "int8"))) == 2
-    assert len(recipes_for(ExportOptions("draft", runtime="onnxruntime"))) == 3
-    assert {options.precision for options in recipes_for(ExportOptions("draft", device="npu"))} == {
-        "int8",
-        "int4",
-        "w8a8",
-    }
+    found = [(options.runtime, options.precision) for options in recipes_for(ExportOptions("draft", **asked))]
+    assert sorted(found) == sorted(itertools.product(runtimes, precisions))
 
 
 def test_drafts_timed_on_a_busy_machine_are_named(like: Manifest) -> None:
@@ -140,9 +142,8 @@ def test_drafts_timed_on_a_busy_machine_are_named(like: Manifest) -> None:
         for precision, draft_ms, warning in (("fp32", 9.0, "busy"), ("int8", 1.0, None), ("int4", 9.0, "busy"))
     ]
     found = compare(drafts, [25.0])
-    assert found is not None and found.recommended == "openvino int8"
     words = "The machine was busy while these were timed too: openvino fp32, openvino int4."
-    assert found.load_warning() == words
+    assert (found.recommended, found.load_warning()) == ("openvino int8", words)
     assert f"<strong>Warning:</strong> {words}" in card_html(drafts, None, found)
     assert compare(drafts[1:2], [25.0]).load_warning() is None
 
@@ -163,16 +164,13 @@ def test_a_comparison_in_a_terminal_keeps_its_figures(like: Manifest, columns: i
         candidate(like, "fp32", rate=0.75, draft_ms=9.12, size=6_200_000, load_warning="busy"),
         candidate(like, "int8", rate=0.71, draft_ms=1.34, size=2_100_000),
     ]
-    found = compare(drafts, [25.0, 50.0, 100.0])
-    assert found is not None
-    console = Console(width=columns, record=True, file=io.StringIO())
+    found, console = compare(drafts, [25.0, 50.0, 100.0]), Console(width=columns, record=True, file=io.StringIO())
     print_comparison(console, found)
     text = console.export_text()
     assert "…" not in text and max(map(len, text.splitlines())) <= columns
-    for row in found.rows:
-        for words in (row.label, f"{row.tokens_per_s[2]:.1f} ({row.speed_ups[2]:.2f}x)"):
-            assert words in text
-    assert "9.12" in text and "1.34" in text and "warning: The machine was busy" in text
+    words = ["9.12", "1.34", "warning: The machine was busy", *(row.label for row in found.rows)]
+    words += [f"{row.tokens_per_s[2]:.1f} ({row.speed_ups[2]:.2f}x)" for row in found.rows]
+    assert [each for each in words if each not in text] == []
     assert " ".join(text.split()).endswith(verdict(found.best))
 
 
@@ -195,8 +193,7 @@ def test_a_sweep_from_the_command_line(
     out = tmp_path / "out"
     arguments = ["pair", str(model), str(model), "--out", str(out), "--sweep", "--keep", "--json"]
     arguments += ["--draft-runtime", "onnxruntime", "--target-runtime", "torch", "--rtt-ms", "10", "--rtt-ms", "50"]
-    arguments += ["--threads", "1"]
-    assert run_export(monkeypatch, *arguments, "--step-ms", "30", "--extra-ms", "0.5") == 0
+    assert run_export(monkeypatch, *arguments, "--threads", "1", "--step-ms", "30", "--extra-ms", "0.5") == 0
     found = json.loads(capsys.readouterr().out)
     labels = [row["label"] for row in found["rows"]]
     assert labels == ["onnxruntime int8", "onnxruntime int4", "onnxruntime fp32"] and not found["not_made"]
@@ -204,10 +201,10 @@ def test_a_sweep_from_the_command_line(
     for row in found["rows"]:
         assert row["report"]["timing"]["forecast"]["step_ms"] == 30.0
         assert row["report"]["acceptance"][2]["rate"] > (0.99 if row["precision"] == "fp32" else 0.3)
-        bundle = Bundle.open(row["path"])
-        assert bundle.manifest.precision == row["precision"]
         is_best = row["label"] == found["recommended"]
-        assert bundle.path == (out / "draft" if is_best else out / "sweep" / row["label"].replace(" ", "-"))
+        place = out / "draft" if is_best else out / "sweep" / row["label"].replace(" ", "-")
+        bundle = Bundle.open(row["path"])
+        assert (bundle.path, bundle.manifest.precision) == (place, row["precision"])
     page = (out / "report.html").read_text(encoding="utf-8")
     assert all(label in page for label in labels) and f"Recommended: {found['recommended']}." in page
     assert f"{found['recommended']}, streamed" in page and "other drafts, streamed" in page
@@ -234,10 +231,8 @@ def test_what_cannot_be_made_is_listed_with_its_reason(
     drafts = ExportOptions("draft", runtime="onnxruntime", num_threads=1)
     swept = sweep_pair(model, model, tmp_path / "out", options=PairOptions(drafts, TARGET))
     assert swept.comparison.recommended == "onnxruntime fp32" and not swept.kept
-    assert [(skipped.label, skipped.reason) for skipped in swept.comparison.not_made] == [
-        ("onnxruntime int8", "no int8 today"),
-        ("onnxruntime int4", "no int4 today"),
-    ]
+    expected = (NotMade("onnxruntime int8", "no int8 today"), NotMade("onnxruntime int4", "no int4 today"))
+    assert swept.comparison.not_made == expected
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["draft", "target"]
     options = PairOptions(ExportOptions("draft", "int4", "onnxruntime"), TARGET)
     with pytest.raises(ExportError, match=r"no draft could be exported\. onnxruntime int4: no int4 today$"):
@@ -262,27 +257,17 @@ def test_senseless_options_are_refused_before_any_work(make: Callable[[], object
 
 
 def test_what_is_in_the_way_is_told_before_the_work(model: Path, tmp_path: Path) -> None:
-    """A kept draft's place may be taken; the one that is there stays as it is."""
-    taken = tmp_path / "sweep" / "onnxruntime-int4"
-    taken.mkdir(parents=True)
-    (taken / "mine").write_text("mine")
-    told: list[str] = []
-    drafts = ExportOptions("draft", runtime="onnxruntime")
+    """A kept draft's place may be taken, and the one that is there stays as it is; a file may stand where a directory
+    should be.
+    """
+    mine = tmp_path / "out" / "sweep" / "onnxruntime-int4" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    (tmp_path / "file").touch()
+    progress, options = Mock(), PairOptions(ExportOptions("draft", runtime="onnxruntime"), TARGET)
     with pytest.raises(BundleError, match="onnxruntime-int4"):
-        sweep_pair(
-            model,
-            model,
-            tmp_path,
-            options=PairOptions(drafts, TARGET),
-            keeps_all=True,
-            progress=lambda event: told.append(event.stage),
-        )
-    assert not told and [path.name for path in taken.iterdir()] == ["mine"]
-    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
-
-
-def test_a_sweep_that_cannot_write_where_it_keeps_drafts_says_so(model: Path, tmp_path: Path) -> None:
-    """A file stands where a directory should be."""
-    (tmp_path / "out").touch()
+        sweep_pair(model, model, tmp_path / "out", options=options, keeps_all=True, progress=progress)
     with pytest.raises(ExportError, match="cannot be written"):
-        sweep_pair(model, model, tmp_path / "out" / "deeper", keeps_all=True)
+        sweep_pair(model, model, tmp_path / "file" / "deeper", keeps_all=True)
+    assert not progress.called
+    assert sorted(tmp_path.rglob("*")) == sorted({tmp_path / "file", *mine.parents[:3], mine})

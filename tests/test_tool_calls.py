@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.local_endpoint import serve_local
 from tests.scripted import ScriptedRuntime
-from tests.serving import fake_tokenizer, serve_fake
+from tests.serving import code_of, fake_tokenizer, serve_fake
 from tests.test_openai_fields import with_tokens
 
 from outrider.models.errors import RequestError
@@ -51,6 +52,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "a <tool_call>no object</tool_call> b", "a <tool_call>no object</tool_call> b", []),
     ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
     ("hermes", "less < than <tool", "less < than <tool", []),
+    ("hermes", f"<tool_call>{TWO}</tool_call>\n Done.", "Done.", [("time", {})]),
+    ("mistral", f"[TOOL_CALLS][{TWO}]\n Done.", "Done.", [("time", {})]),
+    ("mistral", "[TOOL_CALLS]time[ARGS]{}\n Done.", "Done.", [("time", {})]),
     ("mistral", f"[TOOL_CALLS] [{ONE}, {TWO}]", "", [("weather", PARIS), ("time", {})]),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS)}", "", [("weather", PARIS)]),
     (
@@ -61,10 +65,13 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ),
     ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
     ("mistral", "[TOOL_CALLS][5]", "[TOOL_CALLS][5]", []),
+    ("mistral", "[TOOL_CALLS] [5]", "[TOOL_CALLS] [5]", []),
     ("llama", LLAMA, "", [("weather", PARIS)]),
     ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("weather", PARIS)] * 2),
     ("llama", '{"answer": 42} is JSON', '{"answer": 42} is JSON', []),
     ("llama", "Just text {", "Just text {", []),
+    ("llama", '{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
+    ("llama", '<|python_tag|>{"name": "now"}', "", [("now", "{}")]),
 ]
 
 
@@ -112,11 +119,31 @@ def test_arguments_are_streamed() -> None:
     assert reader.push("ng", is_last=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "ng"}}]}
 
 
-def test_one_call_and_a_forced_one() -> None:
-    """`parallel_tool_calls: false` keeps the first; a named `tool_choice` ends with "stop", as OpenAI's."""
-    reader = ChatReader(ChatStyle(tools="hermes", is_one_call=True, is_forced=True))
-    _, _, found = read(reader, [f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>"])
-    assert [call["name"] for call in found] == ["weather"] and reader.reason("stop") == "stop"
+THOUGHT = f"I may <tool_call>{TWO}</tool_call>"
+AFTER_THOUGHT = f"<think>{THOUGHT}</think>\n<tool_call>{ONE}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "thought", "reason"),
+    [
+        # `parallel_tool_calls: false` keeps the first; a named `tool_choice` ends with "stop", as OpenAI's.
+        (
+            {"is_one_call": True, "is_forced": True},
+            f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>",
+            "",
+            "stop",
+        ),
+        # A call in the reasoning is none.
+        ({"has_reasoning": True}, AFTER_THOUGHT, THOUGHT, "tool_calls"),
+        ({"has_reasoning": True, "shows_reasoning": False}, AFTER_THOUGHT, "", "tool_calls"),
+    ],
+    ids=["one that is forced", "after reasoning", "after hidden reasoning"],
+)
+def test_one_call_is_found(style: dict[str, bool], text: str, thought: str, reason: str) -> None:
+    """And nothing is said."""
+    reader = ChatReader(ChatStyle(tools="hermes", **style))
+    content, reasoning, (call,) = read(reader, list(text))
+    assert (content, reasoning, call["name"], reader.reason("stop")) == ("", thought, "weather", reason)
 
 
 REASONING = [
@@ -135,15 +162,6 @@ def test_reasoning_is_split_from_content(case: tuple[bool, str, str, str], at: l
     is_inside, text, thought, said = case
     reader = ChatReader(ChatStyle(has_reasoning=True), is_inside=is_inside)
     assert read(reader, cut(text, at))[:2] == (said, thought)
-
-
-def test_calls_after_reasoning() -> None:
-    """A call in the reasoning is none."""
-    text = f"<think>I may <tool_call>{TWO}</tool_call></think>\n<tool_call>{ONE}</tool_call>"
-    content, thought, calls = read(ChatReader(ChatStyle(tools="hermes", has_reasoning=True)), list(text))
-    assert content == "" and thought.startswith("I may <tool_call>") and [call["name"] for call in calls] == ["weather"]
-    hidden = ChatReader(ChatStyle(tools="hermes", has_reasoning=True, shows_reasoning=False))
-    assert read(hidden, list(text))[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -208,11 +226,10 @@ def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bo
     write = partial(written, form)
     one: tuple[str, Any] = ("weather", {"city": "Paris", "days": 3})
     two: tuple[str, Any] = ("time", {})
-    assert is_allowed(grammar, write(one)) and is_allowed(grammar, write(two))
-    assert is_allowed(grammar, write(one, two)) is not is_one
-    for wrong in (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5})):
-        assert not is_allowed(grammar, write(wrong))
-    assert not is_allowed(grammar, "Sure. " + write(two))
+    wrongs: Any = (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5}))
+    expected = {write(one): True, write(two): True, write(one, two): not is_one, "Sure. " + write(two): False}
+    expected |= {write(wrong): False for wrong in wrongs}
+    assert {text: is_allowed(grammar, text) for text in expected} == expected
     _, _, found = read(ChatReader(ChatStyle(tools=form)), [write(one)])
     assert [(call["name"], json.loads(call["arguments"])) for call in found] == [one]
 
@@ -220,26 +237,30 @@ def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bo
 def is_allowed(grammar: str, text: str) -> bool:
     """Whether the whole text is in the grammar, byte by byte."""
     tokens = llguidance.LLTokenizer("byte")
-    spec = llguidance.LLMatcher.grammar_from_lark(grammar)
-    matcher = llguidance.LLMatcher(tokens, spec)
+    matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     ids = tokens.tokenize_bytes(text.encode())
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
 
 USER: Any = [{"role": "user", "content": "zip"}]
-CITIES: Any = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-DAYS: Any = {**CITIES, "properties": {"city": {"type": "integer", "minimum": 1, "maximum": 9}}}
 
 
 def tool(name: str, parameters: Any = None, **others: Any) -> dict[str, Any]:
     function = {"name": name, **({} if parameters is None else {"parameters": parameters}), **others}
     return {"type": "function", "function": function}
+
+
+NAMES = ["Paris", "Rome"]
+CITIES: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": NAMES}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+DAYS: Any = {**CITIES, "properties": {"city": {"type": "integer", "minimum": 1, "maximum": 9}}}
+STRICT = tool("weather", CITIES, strict=True)
+BOTH = [tool("weather", CITIES), tool("days", DAYS)]
 
 
 def spec_of(style: ChatStyle | None = None, tokenizer: Any = None, prompt: Any = (), **fields: Any) -> Any:
@@ -255,13 +276,11 @@ def test_strict_calls_in_free_text(form: str, is_one: bool) -> None:
     grammar = tool_grammar(form, tools, fake_tokenizer(), is_one=is_one, content=FREE_TEXT)
     right: tuple[str, Any] = ("weather", {"city": "Paris"})
     good, bad = written(form, right), written(form, ("weather", {"days": 3}))
-    for text in ("", "Sure.\n", "less < than <tool and [TOOL", good, written(form, ("time", {"any": [1]}))):
-        assert is_allowed(grammar, text), text
-    for text in (bad, written(form, ("other", {})), f"{good}{bad}"):
-        assert not is_allowed(grammar, text), text
     before = "Sure. <|python_tag|>" if form == "llama" else "Sure. "
-    assert is_allowed(grammar, before + good) and not is_allowed(grammar, before + bad)
-    assert is_allowed(grammar, written(form, right, right)) is not is_one
+    free = ("", "Sure.\n", "less < than <tool and [TOOL", good, written(form, ("time", {"any": [1]})), before + good)
+    expected = dict.fromkeys((bad, written(form, ("other", {})), f"{good}{bad}", before + bad), False)
+    expected |= dict.fromkeys(free, True) | {written(form, right, right): not is_one}
+    assert {text: is_allowed(grammar, text) for text in expected} == expected
 
 
 def test_json_beside_calls() -> None:
@@ -274,10 +293,9 @@ def test_json_beside_calls() -> None:
         ({"response_format": {"type": "json_object"}}, '{"a":[1]}'),
         ({"guided_choice": ["yes", "no"]}, "no"),
     ):
-        spec = spec_of(tools=tools, **fields)
-        assert is_allowed(spec.text, good) and is_allowed(spec.text, text), fields
-        assert not is_allowed(spec.text, "Sure.") and not is_allowed(spec.text, good.replace("city", "town"))
-        forced = spec_of(tools=tools, tool_choice="required", **fields)
+        spec, forced = spec_of(tools=tools, **fields), spec_of(tools=tools, tool_choice="required", **fields)
+        found = [is_allowed(spec.text, each) for each in (good, text, "Sure.", good.replace("city", "town"))]
+        assert found == [True, True, False, False], fields
         assert is_allowed(forced.text, good) and not is_allowed(forced.text, text)
     assert spec_of(tools=tools) is None and spec_of(tools=tools, tool_choice="none") is None
     assert spec_of(ChatStyle(), guided_regex="a") == GrammarSpec("regex", "a")
@@ -289,8 +307,7 @@ def test_json_beside_calls() -> None:
 def test_a_schema_is_enforced_as_a_whole_only_where_it_is_strict() -> None:
     """As `response_format`: of another one, what the library knows."""
     unknown = {**CITY, "properties": {"city": {"type": "string"}, "all": {"type": "array", "uniqueItems": True}}}
-    compiler = GrammarCompiler(fake_tokenizer(), fake_tokenizer().size, [0])
-    try:
+    with closing(GrammarCompiler(fake_tokenizer(), fake_tokenizer().size, [0])) as compiler:
         assert compiler.compile(spec_of(tools=[tool("f", unknown)], tool_choice="required"))
         with pytest.raises(Exception, match="uniqueItems"):
             compiler.compile(spec_of(tools=[tool("f", unknown, strict=True)]))
@@ -298,8 +315,6 @@ def test_a_schema_is_enforced_as_a_whole_only_where_it_is_strict() -> None:
         many = [tool(f"f{i}", wide, strict=True) for i in range(64)]
         assert compiler.compile(spec_of(tools=many)).state().may_stop
         assert compiler.compile(spec_of(tools=many, tool_choice="required")).state().forced()
-    finally:
-        compiler.close()
     wider = {"type": "object", "properties": {f"p{i}": {} for i in range(300)}}
     with pytest.raises(FieldError, match="2,416 properties") as refused:
         spec_of(tools=[tool(f"f{i}", wider, strict=True) for i in range(8)])
@@ -311,7 +326,7 @@ def test_a_grammar_begins_after_the_reasoning(tmp_path: Path) -> None:
     tokenizer = with_tokens(tmp_path, ["<think>", "</think>"])
     style = ChatStyle(has_reasoning=True)
     json_object = {"response_format": {"type": "json_object"}}
-    begin, end = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    begin, end = map(tokenizer.token_id, ("<think>", "</think>"))
     for prompt, after, opener in (
         ([5, 6], "</think>", "<think>"),
         ([5, begin], "</think>", ""),
@@ -335,49 +350,39 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def callers() -> Iterator[list[httpx.Client]]:
-    """A verifier whose target tries a call with a wrong argument, and an endpoint before it."""
+def callers() -> Iterator[list[str]]:
+    """A verifier whose target tries a call with a wrong argument, and an endpoint before it: where they answer."""
     wrong = '<tool_call>\n{"name": "weather", "arguments": {"city": 17}}\n</tool_call>'
     runtime = ScriptedRuntime(wrong, "assistant: ")
-    with (
-        serve_fake(runtime=runtime, chat_template=TEMPLATE) as server,
-        serve_local(server.url) as endpoint,
-        httpx.Client(base_url=server.url, timeout=30.0) as first,
-        httpx.Client(base_url=endpoint.url, timeout=30.0) as second,
-    ):
-        yield [first, second]
+    with serve_fake(runtime=runtime, chat_template=TEMPLATE) as server, serve_local(server.url) as endpoint:
+        yield [f"{each.url}/v1/chat/completions" for each in (server, endpoint)]
 
 
-def test_calls_follow_their_schemas(callers: list[httpx.Client]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "name", "reason", "cities"),
+    [
+        ({"tools": BOTH, "tool_choice": "required", "parallel_tool_calls": False}, "weather", "tool_calls", NAMES),
+        ({"tools": BOTH, "tool_choice": tool("days")}, "days", "stop", range(1, 10)),
+        ({"tools": [STRICT], "parallel_tool_calls": False}, "weather", "tool_calls", NAMES),
+    ],
+    ids=["required", "a function", "strict"],
+)
+def test_calls_follow_their_schemas(
+    callers: list[str], fields: dict[str, Any], name: str, reason: str, cities: Sequence[Any]
+) -> None:
     """`required`, a function's name and strict functions, with drafts and without; the texts are the same."""
-    strict = tool("weather", CITIES, strict=True)
-    named = {"type": "function", "function": {"name": "days"}}
-    both = [tool("weather", CITIES), tool("days", DAYS)]
-    cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"tools": both, "tool_choice": "required", "parallel_tool_calls": False}, "weather", "tool_calls"),
-        ({"tools": both, "tool_choice": named}, "days", "stop"),
-        ({"tools": [strict], "parallel_tool_calls": False}, "weather", "tool_calls"),
-    ]
-    for fields, name, reason in cases:
-        found = []
-        for client in callers:
-            asked = {"messages": USER, "max_tokens": 300, "seed": 3, "temperature": 0.0, **fields}
-            answer = client.post("/v1/chat/completions", json=asked)
-            assert answer.status_code == 200, answer.text
-            (choice,) = answer.json()["choices"]
-            (call,) = choice["message"]["tool_calls"]
-            assert (call["function"]["name"], choice["finish_reason"]) == (name, reason)
-            arguments = json.loads(call["function"]["arguments"])
-            assert list(arguments) == ["city"]
-            assert arguments["city"] in (["Paris", "Rome"] if name == "weather" else range(1, 10))
-            found.append(call["function"])
-        assert found[0] == found[1]
+    asked = {"messages": USER, "max_tokens": 300, "seed": 3, "temperature": 0.0, **fields}
+    answers = [httpx.post(url, json=asked, timeout=30.0).raise_for_status() for url in callers]
+    (first,), (second,) = (answer.json()["choices"] for answer in answers)
+    (call,), (again,) = (choice["message"]["tool_calls"] for choice in (first, second))
+    assert (call["function"]["name"], first["finish_reason"], second["finish_reason"]) == (name, reason, reason)
+    arguments = json.loads(call["function"]["arguments"])
+    assert list(arguments) == ["city"] and arguments["city"] in cities and call["function"] == again["function"]
 
 
-def test_a_tools_schema_that_cannot_be_used_is_refused(callers: list[httpx.Client]) -> None:
+def test_a_tools_schema_that_cannot_be_used_is_refused(callers: list[str]) -> None:
     """By its keyword."""
     bad = tool("f", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, strict=True)
-    for client in callers:
-        answer = client.post("/v1/chat/completions", json={"messages": USER, "tools": [bad]})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (400, "invalid_grammar") and "uniqueItems" in error["message"]
+    for url in callers:
+        answer = httpx.post(url, json={"messages": USER, "tools": [bad]})
+        assert code_of(answer) == (400, "invalid_grammar") and "uniqueItems" in answer.json()["error"]["message"]

@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -42,23 +43,25 @@ def laid_out(*batch: SequenceSlice, max_positions: int = CONTEXT) -> RaggedStep:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[SequenceSlice]:
-    """Lines with and without a mask, trees and single tokens."""
-    found = []
-    for _ in range(draw(st.integers(1, 4))):
+def steps(
+    draw: st.DrawFn, most: int = 4, block_size: int = BLOCK, num_blocks: int | None = None
+) -> list[SequenceSlice]:
+    """Lines with and without a mask, trees and single tokens. num_blocks: each is in blocks anywhere among so many."""
+    free, found = [*draw(st.permutations(range(num_blocks)))] if num_blocks else None, []
+    for _ in range(draw(st.integers(1, most))):
+        past, before = draw(st.integers(0, 24)), draw(st.integers(1, 6))
         parents = [draw(st.integers(-1, index - 1)) for index in range(draw(st.integers(0, 5)))]
-        is_line = parents == list(range(-1, len(parents) - 1))
-        has_mask = not is_line or draw(st.booleans())
-        found.append(in_tree(draw(st.integers(0, 20)), draw(st.integers(1, 6)), parents, has_mask))
+        has_mask = parents != list(range(-1, len(parents) - 1)) or draw(st.booleans())
+        count = -(-(past + before + len(parents)) // block_size)
+        found.append(in_tree(past, before, parents, has_mask, free and [free.pop() for _ in range(count)]))
     return found
 
 
 @given(steps())
 def test_a_trees_tokens_find_their_ancestors_behind_its_line(batch: list[SequenceSlice]) -> None:
-    step = laid_out(*batch)
+    step, first = laid_out(*batch), 0
     slots = np.arange(len(step.input_ids)) + 1000
     begins, tails = tails_of(step, slots)
-    first = 0
     for each, begin in zip(batch, begins, strict=True):
         count = len(each.tokens)
         mask = np.tri(count, dtype=np.uint8) if each.mask is None else each.mask
@@ -69,8 +72,8 @@ def test_a_trees_tokens_find_their_ancestors_behind_its_line(batch: list[Sequenc
             assert each.positions is not None
             attended = {each.positions[other]: slots[first + other] for other in range(count) if mask[token, other]}
             own = [slot for position, slot in sorted(attended.items()) if position >= begin]
-            assert [slot for slot in tails[first + token].tolist() if slot >= 0] == own
-            assert tails[first + token, : len(own)].tolist() == own
+            tail = tails[first + token].tolist()
+            assert tail[: len(own)] == own and all(slot < 0 for slot in tail[len(own) :])
         first += count
 
 
@@ -100,9 +103,15 @@ def kernel_steps(record: Callable[..., object] = played_back) -> KernelSteps:
     def run(inputs: StepInputs) -> torch.Tensor:
         return inputs.position_ids[inputs.rows, None].expand(-1, VOCAB).float()
 
-    cpu = torch.device("cpu")
-    blocks = CONTEXT // BLOCK
-    return KernelSteps(run, cpu, block_size=BLOCK, num_blocks=100, max_blocks=blocks, heads=[(4, 4)], record=record)  # type: ignore[arg-type]
+    return KernelSteps(
+        run,
+        torch.device("cpu"),
+        block_size=BLOCK,
+        num_blocks=100,
+        max_blocks=CONTEXT // BLOCK,
+        heads=[(4, 4)],
+        record=record,  # type: ignore[arg-type]
+    )
 
 
 def logits_of(found: KernelSteps, *batch: SequenceSlice) -> torch.Tensor:
@@ -134,7 +143,7 @@ def test_graphs_that_are_given_up_leave_no_logits(monkeypatch: pytest.MonkeyPatc
     logits_of(found, in_tree(9, 1, []))
     monkeypatch.setattr(found, "_record", lambda run: run.nothing)
     logits_of(found, in_tree(9, 1, [-1, -1]))
-    assert not found.most_recorded and not found._recorded and found._shared is None
+    assert (found.most_recorded, found._recorded, found._shared) == (0, {}, None)
 
 
 # -- layers that read the same rows ------------------------------------------------------------------------------------
@@ -160,21 +169,16 @@ def test_layers_that_read_the_same_rows_are_one_product(
 ) -> None:
     """With one copy of the weights, which nothing else holds afterwards; other rows are a product of their own."""
     model: Any = Attention(has_bias=has_bias)
-    products = []
-
-    def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        products.append(weight.shape)
-        return torch.addmm(torch.zeros(()) if bias is None else bias, rows, weight.t())
-
+    product = Mock(wraps=torch.nn.functional.linear)
     with torch.inference_mode():
         rows = torch.randn(3, 6)
         others = torch.randn(3, 6) if is_cross else rows
         before = model(rows, others)
         join(model)
-        monkeypatch.setattr(torch.nn.functional, "linear", counted)
+        monkeypatch.setattr(torch.nn.functional, "linear", product)
         for _ in range(2):
             assert torch.allclose(model(rows, others), before, atol=1e-6)
-    assert products == [(16, 6)] * (4 if is_cross else 2)
+    assert [call.args[1].shape for call in product.call_args_list] == [(16, 6)] * (4 if is_cross else 2)
     assert len({each.weight.untyped_storage().data_ptr() for each in (model.q_proj, model.k_proj, model.v_proj)}) == 1
     assert model.v_proj._product._rows is None and model.v_proj._product._parts == ()
 
@@ -182,14 +186,12 @@ def test_layers_that_read_the_same_rows_are_one_product(
 def test_joining_holds_the_old_weights_of_one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that nearly fills a GPU could not be loaded else."""
     model: Any = torch.nn.ModuleList([Attention(has_bias=False) for _ in range(3)])
-    old = [weakref.ref(each.q_proj) for each in model]
-    alive = []
+    old, alive, cat = weakref.WeakSet(each.q_proj for each in model), list[int](), torch.cat
 
     def counted(*args: Any) -> torch.Tensor:
-        alive.append(sum(each() is not None for each in old))
+        alive.append(len(old))
         return cat(*args)
 
-    cat = torch.cat
     monkeypatch.setattr(torch, "cat", counted)
     join(model)
     assert alive == [3, 2, 1]

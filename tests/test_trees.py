@@ -25,15 +25,12 @@ HOT = SamplingParams(temperature=0.8, seed=5)
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Tokens and parents of a tree in which siblings differ."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    for index in range(draw(st.integers(0, 8))):
-        parent, token = draw(st.integers(-1, index - 1)), draw(st.integers(0, VOCAB - 1))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            tokens.append(token)
-            parents.append(min(parent, len(tokens) - 2))
-    pairs = list(zip(parents, tokens, strict=True))
-    return (tokens, parents) if len(set(pairs)) == len(pairs) else ([], [])
+    nodes: list[tuple[int, int]] = []
+    for _ in range(draw(st.integers(0, 8))):
+        node = draw(st.integers(-1, len(nodes) - 1)), draw(st.integers(0, VOCAB - 1))
+        if node not in nodes:
+            nodes.append(node)
+    return [token for _, token in nodes], [parent for parent, _ in nodes]
 
 
 def path_of(node: int, parents: list[int]) -> list[int]:
@@ -52,9 +49,8 @@ def test_mask_and_depths_are_those_of_the_paths(tree: tuple[list[int], list[int]
         assert np.flatnonzero(mask[i]).tolist() == list(range(i + 1))
     for node, depth in enumerate(depths(parents)):
         path = path_of(node, parents)
-        assert depth == len(path)
         expected = [*range(num_before), *(num_before + each for each in path)]
-        assert np.flatnonzero(mask[num_before + node]).tolist() == expected
+        assert depth == len(path) and np.flatnonzero(mask[num_before + node]).tolist() == expected
 
 
 @given(
@@ -105,13 +101,11 @@ def test_only_reached_rows_matter() -> None:
 @st.composite
 def messages(draw: st.DrawFn) -> TreeDraft:
     """Messages with parents in the same and in earlier messages."""
-    first = draw(st.integers(0, 1000))
-    size = draw(st.integers(0, 20))
+    first, size = draw(st.integers(0, 1000)), draw(st.integers(0, 20))
     parents = [
         draw(st.one_of(st.just(ROOT), st.integers(0, first + i - 1))) if first + i else ROOT for i in range(size)
     ]
-    tokens = draw(st.lists(st.integers(0, MAX_COUNT), min_size=size, max_size=size))
-    levels = draw(st.lists(st.integers(0, 15), min_size=size, max_size=size))
+    tokens, levels = (draw(st.lists(st.integers(0, most), min_size=size, max_size=size)) for most in (MAX_COUNT, 15))
     return TreeDraft(draw(st.integers(0, MAX_COUNT)), first, tokens, parents, levels, draw(st.booleans()))
 
 
@@ -129,8 +123,7 @@ def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
     except RequestError as error:
         assert error.code == "invalid_request"
     else:
-        assert decode_tree(message.encode()) == message
-        assert len(message.encode()) <= len(body)
+        assert decode_tree(message.encode()) == message and len(message.encode()) <= len(body)
 
 
 def test_the_bytes_of_a_small_tree() -> None:
@@ -152,11 +145,11 @@ def test_the_longest_message_is_taken() -> None:
     assert decode_tree(longest.encode()) == longest and len(longest.encode()) <= MAX_TREE_BYTES
 
 
-def test_what_no_device_sends_is_refused() -> None:
+@pytest.mark.parametrize(("body", "reason"), BROKEN_TREES)
+def test_what_no_device_sends_is_refused(body: bytes, reason: str) -> None:
     """With the reason."""
-    for body, reason in BROKEN_TREES:
-        with pytest.raises(RequestError, match=reason):
-            decode_tree(body)
+    with pytest.raises(RequestError, match=reason):
+        decode_tree(body)
 
 
 def test_chances_are_rounded_to_the_nearest_level() -> None:

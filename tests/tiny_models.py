@@ -140,6 +140,6 @@ def copy_source(source: Path, target: Path, **config: Any) -> Path:
     """A copy whose config.json has other values (None removes one)."""
     shutil.copytree(source, target)
     raw = json.loads((target / "config.json").read_text(encoding="utf-8")) | config
-    kept = {key: value for key, value in raw.items() if value is not None}
+    kept = {key: value for key, value in raw.items() if value is not None or key not in config}
     (target / "config.json").write_text(json.dumps(kept), encoding="utf-8")
     return target

@@ -53,6 +53,9 @@ def _nested(name: str) -> bytes:
 def hostile_bodies() -> Bodies:
     """Bodies for the verifier's server: those of the tests, which look at what each costs in objects and memory."""
     plain = {f"{body.path}: {body.name}": (body.path, body.make(SIZE)) for body in HOSTILE_BODIES}
+    numbers = " ".join(map(str, range(3400)))  # not over the bound: a number of four digits has four tokens at most
+    predicted = {"prompt": "a", "max_tokens": 1, "n": 128, "prediction": {"type": "content", "content": numbers}}
+    plain["128 texts with a prediction"] = COMPLETIONS, json.dumps(predicted).encode()
     return {name: (path.format(session="none"), body) for name, (path, body) in plain.items()} | hostile_grammars()
 
 
@@ -115,6 +118,7 @@ def hostile_grammars() -> dict[str, tuple[str, bytes]]:
             "allOf": [{"properties": {f"p{i}_{j}": {"type": "string"} for i in range(500)}} for j in range(4)]
         },
         "a multiple of a large number": {"type": "integer", "multipleOf": 999983},
+        "16,000 objects": {"enum": [{}] * 16_000},
         "many multiples": {"prefixItems": [{"type": "integer", "multipleOf": 97 + i} for i in range(90)]},
         "patterns that double": {
             "properties": {

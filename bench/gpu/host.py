@@ -1,38 +1,35 @@
-"""What a step of 32 sequences costs beside its recorded pass: milliseconds on the host, and launches on the device.
+"""Counts what a step of 32 sequences launches beside its recorded pass, and times what the host does for it.
 
-    python -m bench.gpu.host [--runs N]
+    python -m bench.gpu.host
 
-Needs no GPU: layouts and what picks need, but for grammars' masks, are made here as for one, and what would be
-launched is counted on torch's meta device. A launch is an operation or a copy of torch's, or a kernel of Triton's; a
-recorded pass is one. The engine's own time is `bench.server_overhead`'s. Exits 1 over 1 ms of processor time, or where
-plain picks, or those with top-p, need 40 launches.
+Needs no GPU: layouts and what picks need are made here as for one, and what would be launched is counted on torch's
+meta device. A launch is an operation or a copy of torch's, or a kernel of Triton's; a recorded pass is one. The
+engine's own time is `bench.server_overhead`'s. Exits 1 over 1 ms of processor time, or at 40 launches.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
-from typing import Annotated, Any, Final
+from timeit import repeat
+from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-import typer
+from bench.report import figures_table, parser
 from rich.console import Console
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.cloud.engine.runner import depths, tree_mask
 from outrider.models.picks import narrowing_torch, sampling_torch, sampling_triton
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors import step_choices
-from outrider.models.processors.options import ProcessorOptions
-from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.processors.step_choices import StepChoices
-from outrider.models.processors.text_rows import AskedRows, TextRows
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.ragged import lay_out
 from outrider.models.runtimes.torch_graphs import KernelSteps
@@ -41,21 +38,20 @@ NUM_IDS: Final = 152_000
 SEQUENCES: Final = 32
 CONTEXT: Final = 1024
 BLOCK: Final = 32
+RUNS: Final = 300
 MOST_MS: Final = 1.0
 MOST_LAUNCHES: Final = 40
-PLAIN, TOP_P = "plain", "top-p 0.9"
-_PENALTIES: Final = ProcessorOptions(repetition_penalty=1.1, frequency_penalty=0.3, logit_bias=((7, 1.0),))
 KINDS: Final = {
-    PLAIN: (SamplingParams(temperature=0.8), None, None),
-    TOP_P: (SamplingParams(temperature=0.8, top_p=0.9), None, None),
-    "penalties": (SamplingParams(temperature=0.8), _PENALTIES, None),
-    "20 logprobs": (SamplingParams(temperature=0.8), None, 20),
+    "plain": SamplingParams(temperature=0.8),
+    "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
 }
 TREES: Final[tuple[tuple[int, ...], ...]] = ((), (-1, 0, 1, 2), (-1, -1, 0, 0, 1, 2, 2))
 
 
 class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations inside that launch something: neither views nor allocations."""
+    """Counts operations inside that launch something, neither views nor allocations; and stands for Triton's kernels,
+    to count those.
+    """
 
     count = 0
 
@@ -64,34 +60,21 @@ class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count += not is_view and "empty" not in func._schema.name
         return func(*args, **(kwargs or {}))
 
-
-class _Kernel:
-    """Stands for a kernel of Triton's: counts its launches."""
-
-    def __init__(self, counter: _Launches) -> None:
-        self._counter = counter
-
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*_: Any, **__: Any) -> None:
-            self._counter.count += 1
+            self.count += 1
 
         return launch
 
 
-def texts_of(kind: str) -> list[TextRows | None]:
-    """What follows each sequence's text, where rules change its rows; it is made once."""
-    _, options, _ = KINDS[kind]
-    if options is None:
-        return [None] * SEQUENCES
-    return [TextRows(ProcessorPlan(options), range(number, number + 200), NUM_IDS) for number in range(SEQUENCES)]
+def positions_of(parents: Sequence[int]) -> list[int]:
+    """Of a sequence's next token and its drafted ones."""
+    return [CONTEXT, *(CONTEXT + depth for depth in depths(parents))]
 
 
-def asked_for(kind: str, texts: Sequence[TextRows | None], parents: Sequence[int]) -> list[AskedRows]:
-    """The rows of a step, each sequence with the same tree of drafted tokens."""
-    params, _, num_logprobs = KINDS[kind]
-    positions = [CONTEXT, *(CONTEXT + depth for depth in depths(parents))]
-    paths = [None if text is None else text.walk(range(len(parents)), parents) for text in texts]
-    return [AskedRows(params, positions, None, path, num_logprobs) for path in paths]
+def prepared(kind: str, parents: Sequence[int], device: torch.device) -> StepChoices:
+    """What the picks of a step need, each sequence with the same tree of drafted tokens."""
+    return StepChoices([AskedRows(KINDS[kind], positions_of(parents))] * SEQUENCES, NUM_IDS, device)
 
 
 def layout(device: torch.device, parents: Sequence[int]) -> Callable[[], Any]:
@@ -109,7 +92,7 @@ def layout(device: torch.device, parents: Sequence[int]) -> Callable[[], Any]:
         record=lambda run: (lambda: None, run()),
     )
     mask = tree_mask(parents, 1) if parents else None
-    positions = [CONTEXT, *(CONTEXT + depth for depth in depths(parents))] if parents else None
+    positions = positions_of(parents) if parents else None
     tokens = [1] * (1 + len(parents))
     tables = [range(number * each, (number + 1) * each) for number in range(SEQUENCES)]
     batch = [SequenceSlice(tokens, CONTEXT, list(table), len(tokens), positions, mask) for table in tables]
@@ -121,62 +104,43 @@ def layout(device: torch.device, parents: Sequence[int]) -> Callable[[], Any]:
     return run
 
 
-@contextmanager
-def _counting() -> Iterator[_Launches]:
-    """With the kernels that a GPU has."""
-    counter = _Launches()  # type: ignore[no-untyped-call]
-    kernel = _Kernel(counter)
+def launches(kind: str, parents: Sequence[int]) -> int:
+    """Of a step on a GPU, outside its graph, which counts as one, with the copies back."""
+    device, counter = torch.device("meta"), _Launches()  # type: ignore[no-untyped-call]
+    step = layout(device, parents)
+    logits = torch.empty((SEQUENCES * (1 + len(parents)), NUM_IDS), device=device)
     with (
         patch.object(narrowing_torch, "kernels", lambda device: sampling_triton),
         patch.object(sampling_torch, "kernels", lambda device: sampling_triton),
-        patch.object(sampling_triton, "_best_of_block", kernel),
-        patch.object(sampling_triton, "_truncated_row", kernel),
+        patch.object(sampling_triton, "_best_of_block", counter),
+        patch.object(sampling_triton, "_truncated_row", counter),
         patch.object(step_choices, "HostCopy", lambda tensor: None),
         counter,
     ):
-        yield counter
-
-
-def launches(kind: str, parents: Sequence[int]) -> int:
-    """Of a step, outside its graph, which counts as one, with the copies back."""
-    device = torch.device("meta")
-    step, asked = layout(device, parents), asked_for(kind, texts_of(kind), parents)
-    logits = torch.empty((SEQUENCES * (1 + len(parents)), NUM_IDS), device=device)
-    with _counting() as counter:
         step()
-        StepChoices(asked, NUM_IDS, device).choose(logits)
-    return counter.count + 2 + (KINDS[kind][2] is not None)
+        prepared(kind, parents, device).choose(logits)
+    return counter.count + 2
 
 
-def host_ms(call: Callable[[], Any], runs: int) -> float:
+def host_ms(call: Callable[[], Any]) -> float:
     """Median milliseconds of processor time."""
-    took = []
-    for _ in range(runs):
-        began_s = time.thread_time()
-        call()
-        took.append(1e3 * (time.thread_time() - began_s))
-    return median(took)
+    return 1e3 * median(repeat(call, number=1, repeat=RUNS, timer=time.thread_time))
 
 
-def main(runs: Annotated[int, typer.Option(min=1, help="steps to time")] = 300) -> None:
+def main() -> int:
     """Prints both of each kind of step."""
+    parser(__doc__, {}).parse_args()
     torch.set_num_threads(1)
-    host = torch.device("cpu")
-    table = Table("drafted", "rows", "layout, ms", "picks prepared, ms", "launches")
-    missed = False
-    for parents in TREES:
-        layout_ms = host_ms(layout(host, parents), runs)
-        for kind in KINDS:
-            texts = texts_of(kind)
-
-            prepared = partial(lambda *given: StepChoices(asked_for(*given), NUM_IDS, host), kind, texts, parents)
-            picks_ms = host_ms(prepared, runs)
-            count = launches(kind, parents)
-            missed |= layout_ms + picks_ms > MOST_MS or (kind in (PLAIN, TOP_P) and count >= MOST_LAUNCHES)
-            table.add_row(str(len(parents)), kind, f"{layout_ms:.2f}", f"{picks_ms:.2f}", str(count))
+    host, missed = torch.device("cpu"), False
+    table = figures_table(f"{SEQUENCES} sequences", "drafted", "picks", "layout, ms", "picks prepared, ms", "launches")
+    for parents, kind in product(TREES, KINDS):
+        layout_ms, picks_ms = host_ms(layout(host, parents)), host_ms(partial(prepared, kind, parents, host))
+        count = launches(kind, parents)
+        missed |= layout_ms + picks_ms > MOST_MS or count >= MOST_LAUNCHES
+        table.add_row(str(len(parents)), kind, f"{layout_ms:.2f}", f"{picks_ms:.2f}", str(count))
     Console().print(table)
-    sys.exit(missed)
+    return int(missed)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

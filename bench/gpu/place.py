@@ -27,8 +27,6 @@ class Sizes:
     layers: int = 32
     hidden: int = 4096
     vocab: int = 152_000
-    rows: int = 200  # of logits, per sampling
-    texts: int = 12
     tokens: int = 96
     bitwise_tokens: int = 100_000
     steps: int = 24
@@ -37,7 +35,6 @@ class Sizes:
     rtt_ms: tuple[float, ...] = (0.0, 10.0, 25.0, 50.0, 100.0)
     prompts: int = 3
     cores: int = 8
-    families: tuple[str, ...] = ("qwen2", "mistral", "gemma2")  # with random weights, beside the reference target
 
 
 SMALL = Sizes(
@@ -47,8 +44,6 @@ SMALL = Sizes(
     layers=2,
     hidden=128,
     vocab=4200,
-    rows=5,
-    texts=2,
     tokens=10,
     bitwise_tokens=40,
     steps=2,
@@ -57,7 +52,6 @@ SMALL = Sizes(
     rtt_ms=(0.0,),
     prompts=1,
     cores=1,
-    families=("mistral",),
 )
 """A few seconds on a processor: that the suite runs, not a measurement."""
 

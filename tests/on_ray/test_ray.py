@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from tests.agents import free_port
 from tests.on_ray.fakes import OpenFake
 from tests.redis_server import redis_server
-from tests.serving import read_events, run_session, target_tokens
+from tests.serving import bearer, code_of, key_line, open_session, run_session, target_tokens
 from tests.waiting import wait_until
 
 from outrider.cloud.replicas.cluster import ENVIRONMENT, Scale, local_ray, replicas_of
@@ -32,7 +33,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
 from outrider.models.http.keys import ApiKey
-from outrider.models.wire.protocol import SessionEnd, SessionOpen
 
 # Ray's own: sockets that its clients leave to the garbage collector, and deprecations of what it calls.
 pytestmark = [
@@ -64,6 +64,11 @@ class Running:
         import ray
 
         return list(ray.get(open_registry(APPLICATION).changes.remote(None), timeout=WAIT_S)[1])
+
+    def shown(self, name: str) -> list[float]:
+        """A metric of all replicas."""
+        answer = httpx.get(f"{self.url}/metrics", headers=bearer(KEY), timeout=WAIT_S)
+        return [float(line.split()[-1]) for line in answer.text.splitlines() if line.startswith(name + "{")]
 
     def wait_until(self, is_so: Callable[[list[Report]], bool]) -> None:
         """Returns once it is so by the reports; the registry waits for their changes."""
@@ -106,23 +111,36 @@ async def generate(
         return await agent.generate(request, lambda tokens: on_token(index))
 
 
+def texts_of(url: str, count: int, num_texts: int, act: Callable[[], object] = lambda: None) -> list[GenerationResult]:
+    """So many texts, each the target's. act: comes once all have begun, and before any has to end."""
+
+    async def scenario() -> list[GenerationResult]:
+        waiting, have_begun = set(range(num_texts)), asyncio.Event()
+
+        def on_token(index: int) -> None:
+            waiting.discard(index)
+            if not waiting:
+                have_begun.set()
+
+        texts = [asyncio.create_task(generate(url, count, index, on_token)) for index in range(num_texts)]
+        await asyncio.wait_for(have_begun.wait(), WAIT_S)
+        await asyncio.to_thread(act)
+        return await asyncio.wait_for(asyncio.gather(*texts), WAIT_S)
+
+    results = asyncio.run(scenario())
+    for index, result in enumerate(results):
+        assert result.tokens == tuple(target_tokens((*PROMPT, index), count))
+    return results
+
+
 def test_texts_through_two_replicas_are_those_of_one_server(running: Running) -> None:
     """With drafts; both replicas take part, and a key is asked for."""
     assert httpx.post(f"{running.url}/v1/sessions", json={"prompt": [1], "max_tokens": 1}).status_code == 401
-
-    async def scenario() -> list[GenerationResult]:
-        return await asyncio.gather(*(generate(running.url, 40, index) for index in range(8)))
-
-    for index, result in enumerate(asyncio.run(scenario())):
-        assert result.tokens == tuple(target_tokens((*PROMPT, index), 40))
-    with httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S) as client:
+    texts_of(running.url, 40, 8)
+    with httpx.Client(base_url=running.url, headers=bearer(KEY), timeout=WAIT_S) as client:
         body = {"prompt": list(PROMPT), "max_tokens": 3, "ignore_eos": True}
         assert run_session(client, body).tokens == target_tokens(PROMPT, 3)
-        lines = client.get("/metrics").text.splitlines()
-        used = [
-            line for line in lines if line.startswith("outrider_generation_tokens_total") and not line.endswith(" 0.0")
-        ]
-        assert len(used) == 2
+    assert sum(number > 0.0 for number in running.shown("outrider_generation_tokens_total")) == 2
 
 
 def test_the_texts_of_a_removed_key_end(running: Running) -> None:
@@ -130,19 +148,16 @@ def test_the_texts_of_a_removed_key_end(running: Running) -> None:
     path, other = running.options.api_key_file, "key-of-a-guest-who-leaves"
     assert path is not None
     before = path.read_text()
-    line = f"sha256:{ApiKey.plain(other).digest.hex()} name=guest sessions=1\n"
     body = {"prompt": list(PROMPT), "max_tokens": 4000, "ignore_eos": True}
-    with httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {other}"}, timeout=WAIT_S) as client:
-        path.write_text(before + line)
+    with httpx.Client(base_url=running.url, headers=bearer(other), timeout=WAIT_S) as client:
+        path.write_text(f"{before}{key_line(other, 'name=guest sessions=1')}\n")
         running.wait_until(lambda _: client.get("/v1/models").status_code == 200)
         two = client.post("/v1/completions", json=body | {"prompt": [list(PROMPT)] * 2})
-        assert (two.status_code, two.json()["error"]["code"]) == (400, "invalid_parameter")
-        with client.stream("POST", "/v1/sessions", json=body) as stream:
-            events = read_events(stream)
-            assert isinstance(next(events), SessionOpen)
+        assert code_of(two) == (400, "invalid_parameter")
+        with open_session(client, body) as session:
             path.write_text(before)
-            *_, end = events
-        assert isinstance(end, SessionEnd) and end.error is not None and end.error.code == "unauthorized"
+            error = session.rest().end.error
+        assert error is not None and error.code == "unauthorized"
         assert client.get("/v1/models").status_code == 401
 
 
@@ -150,51 +165,28 @@ def test_nothing_of_ray_listens_beyond_loopback(running: Running) -> None:
     """Neither its own processes, nor its proxy, nor replicas and front; and the dashboard does not listen."""
     ours = psutil.Process()
     pids = {each.pid for each in (ours, *ours.children(recursive=True))}
-    listening = {
-        (c.laddr.ip.removeprefix("::ffff:"), c.laddr.port)
-        for c in psutil.net_connections("inet")
-        if c.pid in pids and c.status == "LISTEN"
-    }
-    assert len(listening) > 5
-    assert {address for address, _ in listening} == {"127.0.0.1"}
-    assert not {8265, 8000} & {port for _, port in listening}
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    found = [c for c in psutil.net_connections("inet") if c.pid in pids and c.status == "LISTEN"]
+    ports = {c.laddr.port for c in found}
+    assert len(ports) > 5 and {c.laddr.ip.removeprefix("::ffff:") for c in found} == {"127.0.0.1"}
+    assert not {8265, 8000} & ports and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     urls = [report.url for report in running.reports()]
-    assert len(urls) == 2 and {int(url.rsplit(":", 1)[1]) for url in urls} <= {port for _, port in listening}
+    assert len(urls) == 2 and {int(url.rsplit(":", 1)[1]) for url in urls} <= ports
     owner = ApiKey.plain(KEY).digest.hex()
     for url in (running.url, *urls):  # replicas answer nobody but their front, which takes no header of a front
         for value in (f"{'0' * 64}.{owner}.100.0.0", f".{owner}", ".", *([KEY] if url in urls else [])):
-            headers = {"authorization": f"Bearer {value}"}
             for path in ("/v1/completions", "/v1/sessions"):
-                assert httpx.post(url + path, json={"prompt": [1], "max_tokens": 1}, headers=headers).status_code == 401
-            assert httpx.get(f"{url}/metrics", headers=headers).status_code == 401
+                answer = httpx.post(url + path, json={"prompt": [1], "max_tokens": 1}, headers=bearer(value))
+                assert answer.status_code == 401
+            assert httpx.get(f"{url}/metrics", headers=bearer(value)).status_code == 401
 
 
 def test_a_killed_replica_loses_nothing(
     running: Running, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SIGKILL while twelve texts run: all are the same, and Ray starts another replica. One short line tells of it."""
-    count, num_texts = 150, 12
     victim = running.reports()[0]
     pid = pid_of(victim)
-
-    async def scenario() -> list[GenerationResult]:
-        started: set[int] = set()
-        everyone = asyncio.Event()
-
-        def on_token(index: int) -> None:
-            started.add(index)
-            if len(started) == num_texts:
-                everyone.set()
-
-        texts = [asyncio.create_task(generate(running.url, count, index, on_token)) for index in range(num_texts)]
-        await asyncio.wait_for(everyone.wait(), WAIT_S)
-        os.kill(pid, signal.SIGKILL)
-        return await asyncio.wait_for(asyncio.gather(*texts), WAIT_S)
-
-    results = asyncio.run(scenario())
-    for index, result in enumerate(results):
-        assert result.tokens == tuple(target_tokens((*PROMPT, index), count))
+    results = texts_of(running.url, 150, 12, lambda: os.kill(pid, signal.SIGKILL))
     assert sum(result.num_sessions > 1 for result in results) >= 1
     running.wait_until(lambda reports: len(reports) == 2 and victim.tag not in {r.tag for r in reports})
 
@@ -209,19 +201,8 @@ def test_a_killed_replica_loses_nothing(
 def test_a_rolling_update_drains_and_texts_go_on(running: Running) -> None:
     """The same weights: each replica is replaced, texts in progress are resumed and stay the same."""
     before = {report.tag for report in running.reports()}
-
-    async def scenario() -> list[GenerationResult]:
-        started = asyncio.Event()
-        texts = [
-            asyncio.create_task(generate(running.url, 1500, index, lambda index: started.set())) for index in range(3)
-        ]
-        await asyncio.wait_for(started.wait(), WAIT_S)
-        await asyncio.to_thread(running.deploy, OpenFake(version=1))
-        return await asyncio.wait_for(asyncio.gather(*texts), WAIT_S)
-
-    for index, result in enumerate(asyncio.run(scenario())):
-        assert result.tokens == tuple(target_tokens((*PROMPT, index), 1500))
-        assert result.num_sessions > 1
+    results = texts_of(running.url, 1500, 3, lambda: running.deploy(OpenFake(version=1)))
+    assert all(result.num_sessions > 1 for result in results)
     running.wait_until(lambda reports: len(reports) == 2 and not before & {r.tag for r in reports})
 
 
@@ -232,72 +213,46 @@ def test_a_killed_redis_changes_no_text(running: Running, tmp_path: Path) -> Non
     place, count, num_texts = tmp_path / "redis", 100, 8
     logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
 
-    def shown(name: str) -> list[float]:
-        """A metric of all replicas."""
-        answer = httpx.get(f"{running.url}/metrics", headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S)
-        return [float(line.split()[-1]) for line in answer.text.splitlines() if line.startswith(name + "{")]
-
     def warnings(report: Report) -> list[str]:
         (path,) = logs.glob(f"worker-*-{report.pid}.err")
         return [line for line in path.read_text().splitlines() if "WARNING outrider.cloud: Redis at " in line]
-
-    async def texts(on_token: Callable[[int], None] = lambda index: None) -> list[GenerationResult]:
-        asked = (generate(running.url, count, index, on_token) for index in range(num_texts))
-        return await asyncio.wait_for(asyncio.gather(*asked), WAIT_S)
 
     with redis_server(place) as process:
         before = {report.tag for report in running.reports()}
         running.deploy(OpenFake(version=2, redis=f"unix://{place}"))
         running.wait_until(lambda reports: len(reports) == 2 and not before & {r.tag for r in reports})
-        running.wait_until(lambda _: shown("outrider_recent_up") == [1.0, 1.0])
-        found = [asyncio.run(texts())]
-        running.wait_until(lambda _: sum(shown("outrider_recent_stored_total")) >= num_texts)
-        started: set[int] = set()
-
-        def kill(index: int) -> None:
-            started.add(index)
-            if len(started) == num_texts:
-                process.kill()
-
-        found.append(asyncio.run(texts(kill)))
+        running.wait_until(lambda _: running.shown("outrider_recent_up") == [1.0, 1.0])
+        texts_of(running.url, count, num_texts)
+        running.wait_until(lambda _: sum(running.shown("outrider_recent_stored_total")) >= num_texts)
+        texts_of(running.url, count, num_texts, process.kill)
         assert process.wait(WAIT_S) == -signal.SIGKILL
-        found.append(asyncio.run(texts()))
-        running.wait_until(lambda _: shown("outrider_recent_up") == [0.0, 0.0])
-    for results in found:
-        for index, result in enumerate(results):
-            assert result.tokens == tuple(target_tokens((*PROMPT, index), count))
+        texts_of(running.url, count, num_texts)
+        running.wait_until(lambda _: running.shown("outrider_recent_up") == [0.0, 0.0])
     running.wait_until(lambda reports: all(len(warnings(report)) == 1 for report in reports))
     assert all("no earlier texts are used until it answers" in warnings(report)[0] for report in running.reports())
 
 
 def test_other_weights_end_a_text_with_a_clear_error(running: Running) -> None:
     """It goes on as long as a replica of its target is left, and no token of the other's is used."""
-
-    async def scenario() -> GenerationResult:
-        started = asyncio.Event()
-        text = asyncio.create_task(generate(running.url, 3500, 1, lambda index: started.set()))
-        await asyncio.wait_for(started.wait(), WAIT_S)
-        await asyncio.to_thread(running.deploy, OpenFake(seed=7, version=3))
-        return await asyncio.wait_for(text, WAIT_S)
-
     with pytest.raises(
         TargetMismatch, match=r"began with fake \(target 0{16}\).*target 0{15}7.*replicas of one target"
     ):
-        asyncio.run(scenario())
+        texts_of(running.url, 3500, 1, lambda: running.deploy(OpenFake(seed=7, version=3)))
     running.wait_until(lambda reports: {r.ready.target for r in reports} == {f"{7:016x}"})
 
 
 def test_replicas_scale_by_what_they_report() -> None:
     """Ray's own count of requests is not used: they do not pass through Ray."""
-    scale = Scale(replicas=2, most=6, sequences=24.0)
-    deployment = replicas_of(OpenFake(), "a", scale, host=LOOPBACK, drain_s=30.0)._bound_deployment
-    found = deployment._deployment_config.autoscaling_config
+
+    def config_of(scale: Scale) -> Any:
+        return replicas_of(OpenFake(), "a", scale, host=LOOPBACK, drain_s=30.0)._bound_deployment._deployment_config
+
+    scaled, fixed = config_of(Scale(replicas=2, most=6, sequences=24.0)), config_of(Scale(replicas=3, most=3))
+    found = scaled.autoscaling_config
     assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (2, 2, 6)
-    assert found.target_ongoing_requests == 24.0
+    assert found.target_ongoing_requests == 24.0 and scaled.graceful_shutdown_timeout_s >= 30.0 + 15.0
     assert found.policy.policy_function == "outrider.cloud.replicas.scaling:by_sequences"
-    assert deployment._deployment_config.graceful_shutdown_timeout_s >= 30.0 + 15.0
-    fixed = replicas_of(OpenFake(), "a", Scale(replicas=3, most=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
-    assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
+    assert (fixed.num_replicas, fixed.autoscaling_config) == (3, None)
 
 
 def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
@@ -21,13 +22,17 @@ if find_spec("vllm"):
     from tests.vllm.serving import SharedEngine
 
 
+WARNINGS = (
+    *("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"),
+    "pytest.PytestUnraisableExceptionWarning",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """vLLM and what it imports warn of their own deprecations; ours stay errors."""
     for item in items:
         if "tests/vllm/" in item.path.as_posix():
-            for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"):
-                item.add_marker(pytest.mark.filterwarnings(f"default::{kind}"))
-            item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))
+            item.add_marker(pytest.mark.filterwarnings(*(f"default::{kind}" for kind in WARNINGS)))
 
 
 def pytest_sessionfinish() -> None:
@@ -41,11 +46,8 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     """One vLLM with a random model of 300 tokens, for all tests of the HTTP API."""
-    shared = SharedEngine(tmp_path_factory.mktemp("vllm"))
-    try:
+    with closing(SharedEngine(tmp_path_factory.mktemp("vllm"))) as shared:
         yield shared
-    finally:
-        shared.close()
 
 
 @pytest.fixture(scope="module")

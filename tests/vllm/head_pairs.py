@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from tests.serving import EOS_ID, fake_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from outrider.cloud.vllm.heads import MTP
+
 _SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -30,8 +32,8 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def make_eagle(root: Path) -> Path:
-    """A Llama in `root`, and its EAGLE head in the directory that is returned."""
+def make_eagle(root: Path) -> str:
+    """A Llama in `root`, and its EAGLE head: how vLLM is given it."""
     sizes = {"vocab_size": fake_tokenizer().size, **_SIZES}
     model = _silenced(LlamaForCausalLM(LlamaConfig(**sizes)))
     model.save_pretrained(root)
@@ -42,10 +44,10 @@ def make_eagle(root: Path) -> Path:
     save_file({"fc.weight": _second_half(of=0), **layer}, head / "model.safetensors")
     own = {"num_hidden_layers": 1, "model_type": "llama", "architectures": ["EagleLlamaForCausalLM"]}
     (head / "config.json").write_text(json.dumps({**sizes, **own, "dtype": "float32"}))
-    return head
+    return str(head)
 
 
-def make_mtp(root: Path) -> None:
+def make_mtp(root: Path) -> str:
     """A Qwen2 in `root` with an MTP layer among its weights, as MiMo has it."""
     config = Qwen2Config(vocab_size=fake_tokenizer().size, **_SIZES)
     model = _silenced(Qwen2ForCausalLM(config))
@@ -57,6 +59,7 @@ def make_mtp(root: Path) -> None:
     save_file({name: weight.clone() for name, weight in weights.items()}, root / "model.safetensors")
     own = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "dtype": "float32"}
     (root / "config.json").write_text(json.dumps(config.to_dict() | own))
+    return MTP
 
 
 def _silenced(model: Any) -> Any:
@@ -80,7 +83,5 @@ def _empty(layer: Any) -> dict[str, torch.Tensor]:
 
 def _second_half(of: int) -> torch.Tensor:
     """A projection [H, 2 H] that passes one of two halves on: the embedding of the token before."""
-    size = _SIZES["hidden_size"]
-    halves = [torch.zeros(size, size), torch.zeros(size, size)]
-    halves[of] = torch.eye(size)
-    return torch.cat(halves, 1)
+    eye = torch.eye(_SIZES["hidden_size"])
+    return torch.cat([eye * (half == of) for half in range(2)], 1)

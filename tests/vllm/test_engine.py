@@ -1,19 +1,23 @@
-"""vLLM's engine behind the seam: kept prefixes, owners, cancellation, a full queue, and that nothing is left behind."""
+"""vLLM's engine behind the seam: kept prefixes, owners, cancellation, a full queue, and that nothing is left behind.
+
+Owners share its steps evenly, as they share those of the embedded engine (tests/test_engine_fairness.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from tests.engine_harness import Collector
+from tests.engine_harness import Collector, refused
 from tests.requests import flat_request
-from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
+from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, running_engine
+from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, run_all, wrong
 from tests.waiting import wait_until
 
-from outrider.cloud.seam import CommitEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
@@ -22,20 +26,20 @@ from outrider.models.wire.tree_draft import ROOT, TreeDraft
 PROMPT = tuple(range(20, 20 + 150))  # more than one of vLLM's blocks
 
 
-def run(engine: VllmEngine, prompt: Sequence[int], count: int, owner: bytes = b"", keep: bool = False) -> Collector:
+def run(engine: VllmEngine, prompt: Sequence[int], count: int, owner: bytes = b"", keep: bool = False) -> Text:
     """A whole text."""
-    found = Collector()
-    engine.submit(flat_request(tuple(prompt), SamplingParams(), count, owner=owner, keep=keep), found)
-    found.wait()
+    (found,) = run_all(
+        engine, [(flat_request(tuple(prompt), SamplingParams(), count, owner=owner, keep=keep), [], nothing)]
+    )
     return found
 
 
 def test_the_cache_is_shared_within_an_owner_only(vllm: SharedEngine) -> None:
     """A prompt that was read before is found by its owner, and by nobody else; the text is the same."""
-    ends = [run(vllm.engine, PROMPT, 4, owner).wait() for owner in (b"a", b"b", b"a")]
-    cached = [end.usage.cached_prompt_tokens for end in ends]
-    assert cached[0] == cached[1] == 0 and cached[2] >= 100
-    assert run(vllm.engine, PROMPT, 4, b"b").tokens == vllm.target_tokens(PROMPT, 4)
+    texts = [run(vllm.engine, PROMPT, 4, owner) for owner in (b"a", b"b", b"a")]
+    first, others, again = (text.wait().usage.cached_prompt_tokens for text in texts)
+    assert first == others == 0 and again >= 100
+    assert [text.tokens for text in texts] == [vllm.target_tokens(PROMPT, 4)] * 3
 
 
 def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
@@ -52,8 +56,7 @@ def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     gate.open()
     assert (early.wait().reason, late.wait().reason) == ("cancelled", "stop")
     assert late.tokens == vllm.target_tokens(PROMPT, len(late.tokens)) and len(late.tokens) < 100
-    stats = vllm.engine.stats()
-    assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks and stats.parked == num_kept
+    assert is_at_rest(vllm.engine) and vllm.engine.stats().parked == num_kept
     run(vllm.engine, PROMPT, 1)  # tasks of the first two have ended by now; two are the engine's own
     assert len(vllm.engine._processes._works) <= 3
 
@@ -69,13 +72,12 @@ def test_drafts_that_the_engine_process_cannot_take_are_refused(
     second = TreeDraft(0, 5, expected[5:10], [4, 5, 6, 7, 8], [15] * 5)
     with zmq.Context() as context, context.socket(zmq.PUSH) as unread, monkeypatch.context() as patch:
         patch.setattr(engine._processes, "_orders", unread)
-        with pytest.raises(RequestError, match="send this one again") as refused:
+        with refused("draft_not_taken", 503, "send this one again"):
             engine.draft_tree(number, first)
-        assert (refused.value.code, refused.value.status) == ("draft_not_taken", 503)
-        with pytest.raises(RequestError, match="send this one again"):
+        with refused("draft_not_taken", 503, "send this one again"):
             engine.draft(number, 0, [expected[:10]])
-    engine.draft_tree(number, first)
-    engine.draft_tree(number, second)
+    for message in (first, second):
+        engine.draft_tree(number, message)
     gate.open()
     assert found.wait().usage.target_passes < 20 and found.tokens == expected
 
@@ -106,11 +108,11 @@ def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None
     """Its step is run again without drafts; the cache of what it touched is used by nobody."""
     prompt = tuple(range(30, 130))
     truth = vllm.target_tokens(prompt, 30)
-    for right in (0, 3, 10):
-        found = Collector()
-        draft = (*truth[:right], FAULTY_TOKEN, 1)
-        vllm.engine.submit(flat_request(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft), found)
-        assert found.wait().reason == "length" and found.tokens == truth
+    for num_right in (0, 3, 10):
+        draft = (*truth[:num_right], FAULTY_TOKEN, 1)
+        request = flat_request(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft)
+        (found,) = run_all(vllm.engine, [(request, truth, nothing)])
+        assert (found.wait().reason, found.tokens) == ("length", truth)
     assert run(vllm.engine, (*prompt, *truth[:20]), 10).tokens == truth[20:]
 
 
@@ -118,13 +120,13 @@ def test_drafts_that_the_commits_contradict_are_dropped(vllm: SharedEngine) -> N
     """Also below a node of an earlier message: nothing is pending, and the text is the same."""
     gate, found = vllm.gate(), Collector()
     truth = vllm.target_tokens(PROMPT, 40)
-    wrong = 7 if truth[0] != 7 else 8
+    other = 7 if truth[0] != 7 else 8
     number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
     gate.allow(2)
     wait_until(lambda: bool(found.tokens))
     num_before = vllm.engine.stats().totals.draft_nodes
-    vllm.engine.draft(number, 0, [[wrong, *truth[1:5]]])
-    vllm.engine.draft_tree(number, TreeDraft(0, 3, [wrong], [ROOT], [15]))
+    vllm.engine.draft(number, 0, [[other, *truth[1:5]]])
+    vllm.engine.draft_tree(number, TreeDraft(0, 3, [other], [ROOT], [15]))
     vllm.engine.draft_tree(number, TreeDraft(0, 4, [truth[1], truth[2]], [3, 4], [15, 15]))
     gate.open()
     assert found.wait().reason == "length" and found.tokens == truth
@@ -138,28 +140,162 @@ def test_alternatives_stay_pending_after_the_chosen_path(vllm: SharedEngine, num
     """
     gate, found = vllm.gate(), Collector()
     truth = vllm.target_tokens(PROMPT, 30)
-    passes: list[tuple[int, int, int]] = []
-
-    def sink(event: Event) -> None:
-        found(event)
-        if isinstance(event, CommitEvent):
-            passes.append((event.base, event.proposed, event.accepted))
-
     first = 1  # the step of the prompt commits a token, and verifies nothing
-    wrong = [7 if token != 7 else 8 for token in truth[first + num_right : first + num_right + 3]]
+    others = [7 if token != 7 else 8 for token in truth[first + num_right : first + num_right + 3]]
     tail = truth[first + num_right : first + num_right + 9]
     chain = truth[: first + num_right]
     end = len(chain) - 1
-    tokens = [*chain, *wrong, *tail]
-    parents = [ROOT, *range(end)]
-    parents += [end, *range(len(chain), len(chain) + len(wrong) - 1)]
-    parents += [end, *range(len(chain) + len(wrong), len(tokens) - 1)]
-    levels = [15] * len(chain) + [14] * len(wrong) + [13] + [15] * (len(tail) - 1)
-    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 30, patience_ms=0.0), sink)
+    tokens = [*chain, *others, *tail]
+    after = end + 1 + len(others)
+    parents = [ROOT, *range(end), end, *range(end + 1, after - 1), end, *range(after, len(tokens) - 1)]
+    levels = [15] * len(chain) + [14] * len(others) + [13] + [15] * (len(tail) - 1)
+    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 30, patience_ms=0.0), found)
     vllm.engine.draft_tree(number, TreeDraft(0, 0, tokens, parents, levels))
     gate.open()
     assert found.wait().reason == "length" and found.tokens == truth
-    (_, _, none), (base, proposed, accepted), (then, proposed_then, accepted_then), *_ = passes
-    assert (none, base, accepted) == (0, first, num_right) and proposed > num_right
-    assert then == first + num_right + 1  # the pick in the place of the wrong token is the alternative's first
-    assert accepted_then == proposed_then == len(tail) - 1
+    none, one, then, *_ = found.commits
+    assert (none.accepted, one.base, one.accepted) == (0, first, num_right) and one.proposed > num_right
+    assert then.base == first + num_right + 1  # the pick in the place of the wrong token is the alternative's first
+    assert then.accepted == then.proposed == len(tail) - 1
+
+
+# -- owners share its steps --------------------------------------------------------------------------------------------
+
+ALICE, BOB = b"alice", b"bob"
+PLACES = 16
+"""Of `tests.vllm.serving.start_engine`; four times as many sequences may have blocks, and a step runs 512 tokens."""
+
+
+def prompt_of(index: int, length: int = 6) -> list[int]:
+    """A prompt that no other index has."""
+    return [1 + index % 250, 1 + index // 250, *(1 + (index * 5 + i * i) % 250 for i in range(length - 2))]
+
+
+def is_at_rest(engine: VllmEngine) -> bool:
+    """Whether nothing runs or waits, and every block is free."""
+    stats = engine.stats()
+    return stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
+
+
+class Crowd:
+    """Texts of a shared vLLM whose steps the test counts."""
+
+    def __init__(self, vllm: SharedEngine) -> None:
+        self.engine: VllmEngine = vllm.engine
+        self._gate, self._texts = vllm.gate(), list[Text]()
+
+    def submit(self, prompt: Sequence[int], owner: bytes) -> Text:
+        """Begins a text that never waits for a draft."""
+        request = flat_request(tuple(prompt), SamplingParams(), 1000, patience_ms=0.0, owner=owner)
+        self._texts.append(Text(self.engine, [], nothing).submit(request))
+        return self._texts[-1]
+
+    def run(self, num_steps: int) -> list[int]:
+        """Runs as many steps of the engine; all texts have to be long enough. Returns how many tokens each gained."""
+        expected, before = self.engine.stats().totals.steps + num_steps, [len(text.tokens) for text in self._texts]
+        self._gate.allow(num_steps)
+        wait_until(lambda: self.engine.stats().totals.steps >= expected)
+        return [len(text.tokens) - count for text, count in zip(self._texts, before, strict=True)]
+
+    def close(self) -> None:
+        """Ends all texts; nothing is left behind."""
+        self.engine.end([text.number for text in self._texts], "cancelled")
+        self._gate.open()
+        wait_until(lambda: not self.engine._sequences)
+        assert is_at_rest(self.engine)
+
+
+def test_places_are_shared_between_owners_and_between_the_sessions_of_one(vllm: SharedEngine) -> None:
+    """40 sessions against 2: the two run in every step, the forty take turns; a newcomer begins within three steps."""
+    crowd = Crowd(vllm)
+    many = [crowd.submit(prompt_of(i), ALICE) for i in range(40)]
+    crowd.run(12)
+    for i in range(2):
+        crowd.submit(prompt_of(60 + i), BOB)
+    crowd.run(8)
+    *gained, one, other = crowd.run(60)
+    assert one == other == 60
+    assert max(gained) - min(gained) <= 2 and sum(gained) == (PLACES - 2) * 60
+    for owner in (ALICE, BOB):
+        newcomer = crowd.submit(prompt_of(90 + len(owner)), owner)
+        crowd.run(6)
+        assert newcomer.tokens
+    assert many[0].tokens == vllm.target_tokens(prompt_of(0), len(many[0].tokens))
+    crowd.close()
+
+
+def test_a_newcomer_gets_the_blocks_of_a_session_that_had_its_turn(vllm: SharedEngine) -> None:
+    """All 64 slots are taken by one owner's long texts: another still gets its first token, and no text changes."""
+    crowd = Crowd(vllm)
+    many = [crowd.submit(prompt_of(i), ALICE) for i in range(4 * PLACES)]
+    crowd.run(50)
+    preempted = crowd.engine.stats().totals.preempted
+    newcomer = crowd.submit(prompt_of(99), BOB)
+    crowd.run(4)
+    assert newcomer.tokens and crowd.engine.stats().totals.preempted > preempted
+    assert min(crowd.run(40)[: len(many)]) > 0 and len(newcomer.tokens) >= 40
+    for index in (0, 7, 63):
+        assert many[index].tokens == vllm.target_tokens(prompt_of(index), len(many[index].tokens))
+    crowd.close()
+
+
+def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones(vllm: SharedEngine) -> None:
+    """Six prompts of 2,000 tokens, of which a step runs 512: the short one's first token comes within three steps. Then
+    they have at most one more step's time, until its text has ended.
+    """
+    crowd = Crowd(vllm)
+    long = [crowd.submit(prompt_of(i, 2000), ALICE) for i in range(6)]
+    crowd.run(2)
+    short = crowd.submit(prompt_of(99, 20), BOB)
+    crowd.run(3)
+    assert short.tokens and not any(c.tokens for c in long)
+    before = crowd.engine.stats().totals.step_tokens
+    crowd.run(4)
+    assert crowd.engine.stats().totals.step_tokens - before < 4 * 512
+    crowd.engine.end([short.number], "cancelled")
+    crowd.run(24)
+    assert all(c.tokens == vllm.target_tokens(prompt_of(i, 2000), len(c.tokens)) != [] for i, c in enumerate(long))
+    crowd.close()
+
+
+def test_an_item_is_verified_in_one_pass(vllm: SharedEngine) -> None:
+    """Its draft runs with the end of its prompt: new, in parts, or cached; also beside running sessions."""
+    crowd = Crowd(vllm)
+    crowd.submit(prompt_of(1), BOB)
+    crowd._gate.open()
+    for length in (2, 40, 700, 700):
+        prompt = prompt_of(5, length)
+        truth = vllm.target_tokens(prompt, 12)
+        for draft in (truth[:10], [*truth[:4], 7 if truth[4] != 7 else 8, *truth[5:8]], []):
+            request = flat_request(tuple(prompt), SamplingParams(), len(draft) + 1, draft=tuple(draft), once=True)
+            (found,) = run_all(crowd.engine, [(request, truth, nothing)])
+            expected = next((i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b), len(draft)) + 1
+            assert (found.tokens, found.wait().usage.target_passes) == (truth[:expected], 1), (length, len(draft))
+    crowd.close()
+
+
+def test_a_wrong_guess_that_is_not_finite_ends_no_item(vllm: SharedEngine) -> None:
+    """Its pass is run again without the draft, which it shares with the prompt."""
+    prompt = prompt_of(5, 100)
+    truth = vllm.target_tokens(prompt, 12)
+    for num_right in (0, 3):
+        draft = (*truth[:num_right], FAULTY_TOKEN, 1)
+        request = flat_request(tuple(prompt), SamplingParams(), 9, draft=draft, once=True)
+        (found,) = run_all(vllm.engine, [(request, truth, nothing)])
+        assert (found.code, found.tokens) == (None, truth[: num_right + 1])
+
+
+def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
+    """A cache for three of eight texts, right, wrong and mixed drafts, some wait: sequences give way, and go on."""
+    prompts = [prompt_of(index, 120) for index in range(8)]
+    truths = [vllm.target_tokens(prompt, NUM_TOKENS) for prompt in prompts]  # before: all texts begin together
+    with running_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10) as engine:
+        asked = []
+        for index, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
+            hints: dict[str, Any] = {"lag_ms": 5.0} if index < 4 else {"patience_ms": 0.0}
+            owner = (ALICE, BOB)[index == 7]
+            request = flat_request(tuple(prompt), SamplingParams(), NUM_TOKENS, owner=owner, **hints)
+            asked.append((request, truth, (right, wrong, mixed, nothing)[index % 4]))
+        assert [(text.tokens, text.code) for text in run_all(engine, asked)] == [(truth, None) for truth in truths]
+        totals = engine.stats().totals
+        assert is_at_rest(engine) and totals.preempted > 0 and totals.accepted > 0

@@ -45,20 +45,20 @@ class Text:
 
     def __init__(self, engine: VllmEngine, truth: Sequence[int], guess: Guess) -> None:
         self._engine, self._truth, self._guess = engine, truth, guess
-        self.number = 0
-        self.tokens: list[int] = []
+        self.tokens, self.commits = list[int](), list[CommitEvent]()
         self.end: EndEvent | None = None
-        self.ended = threading.Event()
-        self._submitted = threading.Event()
+        self.ended, self._submitted = threading.Event(), threading.Event()
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: GenerateRequest) -> Text:
         """Begins."""
         self.number = self._engine.submit(request, self)
         self._submitted.set()
+        return self
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CommitEvent):
             assert event.base == len(self.tokens)
+            self.commits.append(event)
             self.tokens += event.tokens
             paths = self._guess(self._truth, len(self.tokens))
             if paths and self._submitted.wait(TIMEOUT_S):
@@ -67,15 +67,22 @@ class Text:
             self.end = event
             self.ended.set()
 
+    def wait(self) -> EndEvent:
+        """Waits for the end."""
+        assert self.ended.wait(4 * TIMEOUT_S) and self.end is not None
+        return self.end
+
+    @property
+    def code(self) -> str | None:
+        """The code of the error that ended it; None if it ended well."""
+        return getattr(self.wait().error, "code", None)
+
 
 def run_all(engine: VllmEngine, asked: Sequence[tuple[GenerateRequest, Sequence[int], Guess]]) -> list[Text]:
     """The texts of requests, generated at once. Each request comes with its text, and with how its drafts guess."""
-    running = []
-    for request, truth, guess in asked:
-        running.append(Text(engine, truth, guess))
-        running[-1].submit(request)
+    running = [Text(engine, truth, guess).submit(request) for request, truth, guess in asked]
     for text in running:
-        assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
+        text.wait()
     return running
 
 
@@ -126,15 +133,11 @@ def test_texts_are_transformers_and_pick(
     ]
     running = run_all(engine, asked)
     assert [text.tokens for text in running] == [truth for _, _, truth in texts]
-    ends = [text.end for text in running]
-    assert all(end is not None and end.reason == "length" and end.error is None for end in ends)
-    passes = sum(end.usage.target_passes for end in ends if end)
-    accepted = sum(end.usage.accepted_tokens for end in ends if end)
+    assert {(text.wait().reason, text.code) for text in running} == {("length", None)}
+    passes = sum(text.wait().usage.target_passes for text in running)
+    accepted = sum(text.wait().usage.accepted_tokens for text in running)
     assert passes + accepted == NUM_TOKENS * len(texts)
-    if guess in (nothing, wrong):
-        assert accepted == 0
-    else:
-        assert accepted > 0.2 * passes
+    assert accepted == 0 if guess in (nothing, wrong) else accepted > 0.2 * passes
 
 
 def test_all_right_from_the_beginning(
@@ -144,8 +147,7 @@ def test_all_right_from_the_beginning(
     prompt, params, truth = texts[0]
     request = flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, draft=tuple(truth))
     (text,) = run_all(engine, [(request, truth, nothing)])
-    assert text.tokens == truth
-    assert text.end is not None and text.end.usage.target_passes <= 6
+    assert text.tokens == truth and text.wait().usage.target_passes <= 6
 
 
 def test_an_alternative_is_used_when_the_likeliest_branch_fails(
@@ -162,12 +164,9 @@ def test_an_alternative_is_used_when_the_likeliest_branch_fails(
         [ROOT, 0, 0, 2, *range(3, 2 + len(tail))],
         [15, 14, 13, *[15] * len(tail)],
     )
-    text = Text(engine, truth, nothing)
-    text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0))
+    text = Text(engine, truth, nothing).submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0))
     engine.draft_tree(text.number, tree)
-    assert text.ended.wait(TIMEOUT_S) and text.end is not None
-    assert text.tokens == truth
-    assert text.end.usage.accepted_tokens > 2
+    assert text.wait().usage.accepted_tokens > 2 and text.tokens == truth
 
 
 def test_a_wait_for_drafts_changes_nothing(

@@ -1,4 +1,7 @@
-"""What vLLM's engine process may do wrong: die, hang, drop a request, raise in a step. No vLLM is started for it."""
+"""What vLLM's engine process may do wrong: die, hang, drop a request, raise in a step; what it reads at once.
+
+No vLLM is started for it.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+import torch
 import zmq
 from tests.engine_harness import Collector
 from tests.requests import flat_request
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 from vllm.v1.engine import core
 
 from outrider.cloud.seam import SequenceUsage
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm import engine_process, v2
+from outrider.cloud.vllm.draft_inbox import SHORT_BYTES, DraftInbox
 from outrider.cloud.vllm.engine import VllmEngine
+from outrider.cloud.vllm.engine_process import ServerLink
 from outrider.cloud.vllm.hang_watch import DEAD_AFTER
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.processes import VllmProcesses
@@ -33,32 +41,13 @@ from outrider.models.runtimes.base import ModelLimits
 REQUEST = flat_request((1, 2, 3), SamplingParams(), 8)
 
 
-class Llm:
-    """Stands for AsyncLLM: answers when the test lets it."""
-
-    def __init__(self) -> None:
-        self.errored = False
-        self.aborted: list[str] = []
-        self.added = threading.Event()
-        self.answers: asyncio.Queue[None] = asyncio.Queue()
-
-    async def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> Any:
-        self.added.set()
-        return SimpleNamespace(get=self.answers.get)
-
-    async def abort(self, name: str) -> None:
-        self.aborted.append(name)
-
-    def shutdown(self, timeout: float) -> None:
-        """Nothing runs."""
-
-
 class NoProcesses(VllmProcesses):
-    """The test in the place of vLLM's processes."""
+    """The test in the place of vLLM's processes: its AsyncLLM answers when the test lets it."""
 
     async def _open(self, config: VllmConfig) -> ModelLimits:
         self._listen()
-        self.llm: Any = Llm()
+        self.llm: Any = AsyncMock(errored=False, shutdown=Mock(), answers=asyncio.Queue())
+        self.llm.add_request.return_value.get = self.llm.answers.get
         return ModelLimits(100, 1000)
 
 
@@ -67,21 +56,14 @@ class Bare(VllmEngine):
 
     _processes: NoProcesses
 
-    def report(self, *commits: wire.Commit, ends: tuple[wire.End, ...] = ()) -> None:
-        """As the engine process does."""
-        socket = wire.open_socket(self._processes._context, zmq.PUSH)
-        socket.set(zmq.LINGER, -1)
-        socket.connect(wire.reports_address(self._processes.place))
-        socket.send(wire.encode(wire.Report(list(commits), list(ends), wire.Gauges(block_size=16))))
-        socket.close()
-
-
-def end_of(number: int) -> wire.End:
-    return wire.End(number, "full", SequenceUsage(prompt_tokens=3, target_passes=1))
-
-
-def commit_of(number: int, token: int) -> wire.Commit:
-    return wire.Commit(number, 0, [token], 0, 0)
+    def report(self, tokens: dict[int, int], ended: int) -> None:
+        """As the engine process does: a token of each of these sequences, one of which has ended."""
+        commits = [wire.Commit(number, 0, [token], 0, 0) for number, token in tokens.items()]
+        end = wire.End(ended, "full", SequenceUsage(prompt_tokens=3, target_passes=1))
+        with wire.open_socket(self._processes._context, zmq.PUSH) as socket:
+            socket.set(zmq.LINGER, -1)
+            socket.connect(wire.reports_address(self._processes.place))
+            socket.send(wire.encode(wire.Report(commits, [end], wire.Gauges(block_size=16))))
 
 
 @pytest.fixture
@@ -96,18 +78,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bare]:
 
 def test_the_death_of_an_idle_engine_is_noticed(engine: Bare) -> None:
     """Without a request that would show it; also by who asks later."""
-    told: list[str] = []
-    died = threading.Event()
-
-    def act(why: str) -> None:
-        told.append(why)
-        died.set()
-
-    engine.on_death(act)
+    told: Queue[str] = Queue()
+    engine.on_death(told.put)
     engine._processes.llm.errored = True
-    assert died.wait(TIMEOUT_S) and told == ["vLLM's engine process has died"] == [engine.fault()]
-    engine.on_death(told.append)
-    assert len(told) == 2
+    assert told.get(timeout=TIMEOUT_S) == engine.fault() == "vLLM's engine process has died"
+    engine.on_death(told.put)
+    assert told.qsize() == 1
     with pytest.raises(RequestError, match="has failed"):
         engine.submit(REQUEST, Collector())
 
@@ -118,7 +94,7 @@ def test_a_hang_ends_what_is_open(engine: Bare) -> None:
     engine.on_death(lambda why: died.set())
     engine._watch._silent = -1_000_000  # the flood first
     number = engine.submit(REQUEST, found)
-    assert engine._processes.llm.added.wait(TIMEOUT_S)
+    wait_until(lambda: engine._processes.llm.add_request.called)
     for _ in range(3 * wire.MAX_ORDERS):
         with suppress(RequestError):  # the later ones: the engine has too many to read
             engine.draft(number, 0, [[5] * 8])
@@ -127,14 +103,13 @@ def test_a_hang_ends_what_is_open(engine: Bare) -> None:
     end = found.wait()
     assert died.wait(TIMEOUT_S) and engine.fault() == "a step hangs in vLLM"
     assert end.reason == "error" and end.error is not None and not engine._sequences
-    reader = wire.open_socket(engine._processes._context, zmq.PULL, wire.MAX_ORDERS)
-    reader.bind(wire.orders_address(engine._processes.place))
-    count = 0
-    while reader.poll(200):
-        reader.recv()
-        count += 1
+    with wire.open_socket(engine._processes._context, zmq.PULL, wire.MAX_ORDERS) as reader:
+        reader.bind(wire.orders_address(engine._processes.place))
+        count = 0
+        while reader.poll(200):
+            reader.recv()
+            count += 1
     assert 0 < count <= 2 * wire.MAX_ORDERS
-    reader.close()
 
 
 def test_a_request_that_vllm_drops_ends(engine: Bare) -> None:
@@ -142,11 +117,10 @@ def test_a_request_that_vllm_drops_ends(engine: Bare) -> None:
     found, fine = Collector(), Collector()
     engine.submit(REQUEST, found)
     engine._processes.llm.answers.put_nowait(None)
-    end = found.wait()
-    assert end.reason == "error" and end.error is not None and end.error.code == "internal_error"
+    assert (found.wait().reason, found.code) == ("error", "internal_error")
     number = engine.submit(REQUEST, fine)
-    engine.report(commit_of(number, 7), ends=(end_of(number),))
-    assert fine.wait().error is None and fine.tokens == [7]
+    engine.report({number: 7}, ended=number)
+    assert (fine.wait().error, fine.tokens) == (None, [7])
 
 
 def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
@@ -157,8 +131,8 @@ def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
 
     found = Collector()
     first, second = engine.submit(REQUEST, bad), engine.submit(REQUEST, found)
-    assert engine._processes.llm.added.wait(TIMEOUT_S)
-    engine.report(commit_of(first, 7), commit_of(second, 8), ends=(end_of(second),))
+    wait_until(lambda: engine._processes.llm.add_request.called)
+    engine.report({first: 7, second: 8}, ended=second)
     assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences.by_number
 
 
@@ -168,8 +142,11 @@ def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFix
     process = SimpleNamespace(vllm_config=None, scheduler=SimpleNamespace(make_stats=lambda: None))
     assert hasattr(core, "dump_engine_exception")
     engine_process.silence_dumps()
-    failing = core.EngineCore.log_error_detail(process, output)
-    with caplog.at_level(logging.DEBUG), pytest.raises(MemoryError), failing:
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(MemoryError),
+        core.EngineCore.log_error_detail(process, output),
+    ):
         raise MemoryError
     assert "2 requests, 4 tokens" in caplog.text and "424242" not in caplog.text
 
@@ -177,20 +154,18 @@ def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFix
 def test_a_step_asks_the_workers_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposer has none, and each question is a message to the worker and back."""
     monkeypatch.setattr(core.EngineCore, "post_step", core.EngineCore.post_step)  # put back at the end
-    asked: list[str] = []
-    workers = SimpleNamespace(take_draft_token_ids=lambda: asked.append("drafts"))
+    asked = Mock(return_value=None)
+    workers = SimpleNamespace(take_draft_token_ids=asked)
     process = SimpleNamespace(check_for_draft_tokens=True, async_scheduling=False, model_executor=workers)
     core.EngineCore.post_step(process, True)
-    assert asked == ["drafts"]  # vLLM's own way: what is replaced is still there
+    assert asked.call_count == 1  # vLLM's own way: what is replaced is still there
     engine_process.ask_for_no_drafts()
     core.EngineCore.post_step(process, True)
-    assert asked == ["drafts"]
+    assert asked.call_count == 1
 
 
 def test_padding_of_the_v2_runner_is_a_token() -> None:
     """vLLM pads with -1, and no row of the embeddings has that number."""
-    import torch
-
     drafts = torch.zeros((4, 3), dtype=torch.int64)
     states = SimpleNamespace(draft_tokens=drafts, req_id_to_index={"a": 1, "b": 2}, index_to_req_id={1: "a", 2: "b"})
     runner = SimpleNamespace(
@@ -206,3 +181,18 @@ def test_padding_of_the_v2_runner_is_a_token() -> None:
         SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=(), scheduled_spec_decode_tokens=step)
     )
     assert drafts.tolist()[1] == [5, 0, 0] and drafts.tolist()[2][0] == 6
+
+
+# -- what it takes from its socket at once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 10), (1000, 1)])
+def test_as_many_bytes_are_received_as_are_asked_for(num_tokens: int, most: int) -> None:
+    """Or one message; so a flood of long ones takes no longer before a step than short ones do."""
+    message = wire.encode(wire.PathsOrder(1, 0, [[1 << 20] * num_tokens], 0.0))
+    link, inbox = object.__new__(ServerLink), DraftInbox(lambda message: None)
+    link._orders = socket = Mock()
+    socket.recv.side_effect = [*[message] * 15, zmq.Again]  # all are here
+    assert link.receive(inbox, 10 * SHORT_BYTES, 0.0) and socket.recv.call_count == most
+    assert link.receive(inbox, 1, 0.0) and socket.recv.call_count == most + 1
+    assert not link.receive(inbox, 1 << 20, 0.0) and len(inbox) == 1 and socket.recv.call_count == 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 from tests.requests import flat_request
@@ -13,7 +14,7 @@ from tests.vllm.serving import IS_CUDA, Reference, running_engine
 from tests.vllm.test_equality import Guess, mixed, nothing, right, run_all, wrong
 
 from outrider.cloud.vllm.engine import VllmEngine
-from outrider.cloud.vllm.heads import MTP, NUM_DRAFTED
+from outrider.cloud.vllm.heads import NUM_DRAFTED
 from outrider.models.picks.sampling import SamplingParams
 
 PROMPTS = ((5, 17, 99), (7, 8), (40,) * 30, tuple(range(30, 130)))
@@ -25,9 +26,7 @@ NUM_TOKENS = 40
 @pytest.fixture(scope="module", params=["eagle", "mtp"])
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp(request.param)
-    heads = str(make_eagle(root)) if request.param == "eagle" else MTP
-    if heads == MTP:
-        make_mtp(root)
+    heads = make_eagle(root) if request.param == "eagle" else make_mtp(root)
     # Blocks for some seven texts at once.
     given = f"heads={heads}", "max_model_len=256", "block_size=32"
     is_v2 = IS_CUDA or "OUTRIDER_INTERPRET" in os.environ
@@ -36,11 +35,12 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield Running(engine, Reference(root))
 
 
+@dataclass
 class Running:
     """An engine with heads, and its texts by transformers and `pick`."""
 
-    def __init__(self, engine: VllmEngine, truth: Reference) -> None:
-        self.engine, self.truth = engine, truth
+    engine: VllmEngine
+    truth: Reference
 
     def run(
         self,
@@ -52,9 +52,8 @@ class Running:
         truths = [self.truth(prompt, NUM_TOKENS, params) for prompt in prompts]
         requests = [flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0) for prompt in prompts]
         texts = run_all(self.engine, [(*each, guess) for each in zip(requests, truths, strict=True)])
-        assert [text.tokens for text in texts] == truths
-        assert not any(text.end.error for text in texts if text.end)
-        return [text.end.usage.target_passes for text in texts if text.end]
+        assert [(text.tokens, text.code) for text in texts] == [(truth, None) for truth in truths]
+        return [text.wait().usage.target_passes for text in texts]
 
 
 def test_heads_alone_save_their_passes(drafting: Running) -> None:
@@ -72,17 +71,17 @@ def test_a_sampled_text_is_the_same_with_heads(drafting: Running) -> None:
 def test_a_device_beside_the_heads_changes_no_text(drafting: Running, guess: Guess, params: SamplingParams) -> None:
     """Whatever it drafts. A wrong one takes few of the passes that the heads save: the likelier draft is verified."""
     passes = drafting.run(params, guess)
-    if guess is wrong and params.is_greedy:
-        assert max(passes) <= 14
+    assert not (guess is wrong and params.is_greedy) or max(passes) <= 14
 
 
-def test_texts_that_end_with_the_context_are_whole(drafting: Running) -> None:
-    """There vLLM's proposer does not run, and fills its drafts up."""
-    prompts = [tuple(range(1, 217)), (5, 17, 99)]
-    drafting.run(SamplingParams(), nothing, prompts)
-
-
-def test_more_texts_than_have_blocks_are_whole(drafting: Running) -> None:
-    """Each that runs has room for its heads' tokens, too."""
-    prompts = [tuple((7 * n + k) % 290 + 1 for k in range(130)) for n in range(40)]
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        # There vLLM's proposer does not run, and fills its drafts up.
+        pytest.param([tuple(range(1, 217)), (5, 17, 99)], id="to the context's end"),
+        # Each that runs has room for its heads' tokens, too.
+        pytest.param([tuple((7 * n + k) % 290 + 1 for k in range(130)) for n in range(40)], id="more than have blocks"),
+    ],
+)
+def test_texts_are_whole(drafting: Running, prompts: list[tuple[int, ...]]) -> None:
     drafting.run(SamplingParams(), nothing, prompts)

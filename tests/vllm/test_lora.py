@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.lora_adapters import merge_adapter, shapes_of, write_adapter
 from tests.requests import flat_request
 from tests.serving import code_of, run_session, serve_app
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import Reference, _View, start_engine
-from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Text, mixed, nothing, right, wrong
+from tests.vllm.serving import Reference, app_over, running_engine
+from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Guess, mixed, nothing, right, run_all, wrong
 from tests.waiting import TIMEOUT_S
 
-from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.vllm.adapters import Adapter, read_adapters
@@ -31,7 +32,6 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 
 TARGET = ROOT_DIR / "target"
-Guess = Callable[[Sequence[int], int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -74,64 +74,55 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     tokenizer = Tokenizer.from_dir(TARGET)
     rows = json.loads((ROOT_DIR / "prompts.json").read_text(encoding="utf-8"))[:60:20]
     prompts = [tuple(tokenizer.encode(row["text"], add_special_tokens=False)) for row in rows]
-    engine = start_engine(TARGET, scheduler=STEADY, adapters=adapters)
-    try:
+    with running_engine(TARGET, scheduler=STEADY, adapters=adapters) as engine:
         engine.calibrate()
         yield Tuned(engine, adapters, references, prompts)
-    finally:
-        engine.stop()
-        engine.close()
 
 
 @pytest.mark.parametrize("guess", [nothing, right, wrong, mixed])
 def test_texts_are_those_of_merged_weights(tuned: Tuned, guess: Guess) -> None:
     """The base and both adapters beside one another in each step, with no, right, wrong and mixed drafts."""
     texts = tuned.texts(tuned.prompts[:2], SAMPLINGS[:2])
-    before = {name: vars_of(tuned, name) for name in ("few", "all")}
-    running = []
-    for name, prompt, params, truth in texts:
-        text = Text(tuned.engine, truth, guess)
-        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, adapter=name))
-        running.append(text)
-    for text in running:
-        assert text.ended.wait(4 * TIMEOUT_S)
+    before = {name: counts_of(tuned, name) for name in ("few", "all")}
+    asked = [
+        (flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, adapter=name), truth, guess)
+        for name, prompt, params, truth in texts
+    ]
+    running = run_all(tuned.engine, asked)
     assert [text.tokens for text in running] == [truth for *_, truth in texts]
-    by_prompt = {(prompt, params): set[tuple[int, ...]]() for _, prompt, params, _ in texts}
-    for _, prompt, params, truth in texts:
-        by_prompt[prompt, params].add(tuple(truth))
-    assert all(len(each) == 3 for each in by_prompt.values()), "an adapter changes no text"
+    assert len({(prompt, params, tuple(truth)) for _, prompt, params, truth in texts}) == len(texts) == 12, (
+        "an adapter changes no text"
+    )
     for adapter, counts in before.items():
-        ends = [text.end for text, (name, *_) in zip(running, texts, strict=True) if name == adapter and text.end]
-        accepted = sum(end.usage.accepted_tokens for end in ends)
-        verified = accepted + sum(end.usage.rejected_tokens for end in ends)
-        now = vars_of(tuned, adapter)
-        assert now["committed"] - counts["committed"] == NUM_TOKENS * len(ends) == NUM_TOKENS * 4
-        assert (now["accepted"] - counts["accepted"], now["proposed"] - counts["proposed"]) == (accepted, verified)
+        usages = [text.wait().usage for text, (name, *_) in zip(running, texts, strict=True) if name == adapter]
+        accepted = sum(usage.accepted_tokens for usage in usages)
+        verified = accepted + sum(usage.rejected_tokens for usage in usages)
+        counted = counts_of(tuned, adapter) - counts
+        assert counted.tolist() == [NUM_TOKENS * 4, accepted, verified] and len(usages) == 4
         assert (accepted > 0) == (guess in (right, mixed)) and (guess is not nothing or not verified)
 
 
-def vars_of(tuned: Tuned, adapter: str) -> dict[str, int]:
+def counts_of(tuned: Tuned, adapter: str) -> NDArray[np.int64]:
     counts = tuned.engine.stats().distributions.adapters[adapter]
-    return {name: getattr(counts, name) for name in ("committed", "drafts", "proposed", "accepted")}
+    return np.array([counts.committed, counts.accepted, counts.proposed])
 
 
 def test_a_draft_of_the_base_drafts_for_an_adapter(tuned: Tuned) -> None:
     """Guesses of the base model's next tokens: those that both agree in are accepted, and the text is the adapter's."""
-    prompt, params, accepted, verified = tuned.prompts[0], SAMPLINGS[0], 0, 0
+    prompt, params, asked = tuned.prompts[0], SAMPLINGS[0], []
     truth = tuned.references["few"](prompt, NUM_TOKENS, params)
-    asked = []
     for at in range(0, 24, 2):
         prefix = (*prompt, *truth[:at])
         draft = tuple(tuned.references[None](prefix, 2, params))
-        text = Text(tuned.engine, truth, nothing)
-        text.submit(flat_request(prefix, params, NUM_TOKENS, draft=draft, once=True, adapter="few"))
-        asked.append((text, at))
-    for text, at in asked:
-        assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
-        assert text.tokens == truth[at : at + len(text.tokens)] and text.tokens
-        accepted += text.end.usage.accepted_tokens
-        verified += text.end.usage.accepted_tokens + text.end.usage.rejected_tokens
-    assert 0 < accepted < verified == 2 * len(asked)
+        request = flat_request(prefix, params, NUM_TOKENS, draft=draft, once=True, adapter="few")
+        asked.append((request, truth[at:], nothing))
+    texts = run_all(tuned.engine, asked)
+    for text, (_, rest, _) in zip(texts, asked, strict=True):
+        assert text.tokens == rest[: len(text.tokens)] and text.tokens
+    accepted, rejected = (
+        sum(getattr(text.wait().usage, name) for text in texts) for name in ("accepted_tokens", "rejected_tokens")
+    )
+    assert 0 < accepted < accepted + rejected == 2 * len(asked)
 
 
 def test_adapters_share_no_keys_and_values(tuned: Tuned) -> None:
@@ -140,10 +131,10 @@ def test_adapters_share_no_keys_and_values(tuned: Tuned) -> None:
 
     def num_cached(adapter: str | None) -> int:
         truth = tuned.references[adapter](prompt, 4)
-        text = Text(tuned.engine, truth, nothing)
-        text.submit(flat_request(prompt, SamplingParams(), 4, patience_ms=0.0, adapter=adapter, owner=b"one"))
-        assert text.ended.wait(TIMEOUT_S) and text.end is not None and text.tokens == truth
-        return text.end.usage.cached_prompt_tokens
+        request = flat_request(prompt, SamplingParams(), 4, patience_ms=0.0, adapter=adapter, owner=b"one")
+        (text,) = run_all(tuned.engine, [(request, truth, nothing)])
+        assert text.tokens == truth
+        return text.wait().usage.cached_prompt_tokens
 
     assert [num_cached(name) for name in ("few", "all", None)] == [0, 0, 0]
     assert all(num_cached(name) > 100 for name in ("few", "all", None))
@@ -156,7 +147,7 @@ def serving(tuned: Tuned) -> Iterator[tuple[httpx.Client, list[tuple[str | None,
     tokenizer = Tokenizer.from_dir(TARGET, name="target")
     model = ServedModel("target", tokenizer, frozenset({0}), target="0" * 16, adapters=targets)
     store = MemoryStore()
-    app = create_app(_View(tuned.engine), model, None, (), store)
+    app = app_over(tuned.engine, model, None, (), store)
     with (
         closing(store),
         serve_app(app, drain_s=0.0) as server,

@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pick_twins import every_way, near_ties, row_kinds, zipf
+from tests.pick_twins import Logits, every_way, near_ties, row_kinds, zipf
 from triton import language as tl
 
 from outrider.models.picks import narrowing_torch, sampling_torch, sampling_triton
@@ -25,6 +25,7 @@ from outrider.models.picks.narrowing_torch import reach_by_bisection
 from outrider.models.picks.row_terms import RowTerms
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams, noise_bits
 from outrider.models.picks.sampling_torch import choose_rows
+from outrider.models.processors.options import ProcessorOptions
 
 CPU: Final = torch.device("cpu")
 
@@ -54,12 +55,18 @@ def test_rows_of_every_kind_are_picked_from_as_by_numpy(
     for kind, rows in row_kinds(np.random.default_rng(size), 1, size).items():
         if kinds is None or kind in kinds:
             of = every_way(len(kind))
-            logits, positions = np.tile(rows, (len(of), 1)), [3 + 31 * row for row in range(len(of))]
             own, more = [each for each, _ in of], [each if each and each.narrows else None for _, each in of]
-            tokens = choose_rows(torch.from_numpy(logits), RowTerms.of(own, positions, more, CPU)).tolist()
-            num_near += near_ties(logits, own, positions, more, tokens)
-            num_picks += len(tokens)
+            num_near += num_near_ties(np.tile(rows, (len(of), 1)), own, range(3, 3 + 31 * len(of), 31), more)
+            num_picks += len(of)
     assert num_near <= num_picks / 1000
+
+
+def num_near_ties(
+    logits: Logits, own: list[SamplingParams], positions: Sequence[int], more: list[ProcessorOptions | None]
+) -> int:
+    """Of the kernels' picks, all others of which are numpy's."""
+    tokens = choose_rows(torch.from_numpy(logits), RowTerms.of(own, positions, more, CPU)).tolist()
+    return near_ties(logits, own, positions, more, tokens)
 
 
 def test_rows_that_are_not_finite_have_no_token() -> None:
@@ -78,23 +85,18 @@ def test_large_rows(own: SamplingParams) -> None:
     logits = np.concatenate(
         [zipf(rng, 1, 152_001, 1.2), np.round(rng.standard_normal((1, 152_001))).astype(np.float32)]
     )
-    both = [replace(own, seed=seed) for seed in range(2)]
-    tokens = choose_rows(torch.from_numpy(logits), RowTerms.of(both, [9, 9], None, CPU)).tolist()
-    assert near_ties(logits, both, [9, 9], [None, None], tokens) == 0
+    assert num_near_ties(logits, [replace(own, seed=seed) for seed in range(2)], [9, 9], [None, None]) == 0
 
 
 def test_what_is_near_in_float32_is_compared_in_float64() -> None:
     """Tokens whose scores differ by less than float32 can tell: the better one wins, and of equal ones the lower id."""
-    size, own = 300, SamplingParams(0.8, seed=5)
-    ids = np.arange(size)
+    ids = np.arange(300)
     u = (noise_bits(5, 2, ids) + 0.5) * 2.0**-32
     # Every score is 40 but for the last bits.
     logits = ((40.0 + np.log(-np.log(u))) * 0.8).astype(np.float32)[None]
-    tokens = choose_rows(torch.from_numpy(logits), RowTerms.of([own], [2], None, CPU)).tolist()
-    assert near_ties(logits, [own], [2], [None], tokens) == 0
-    level = np.zeros((1, size), dtype=np.float32)
-    level[0, 40:] = 1.0
-    assert choose_rows(torch.from_numpy(level), RowTerms.of([SamplingParams()], [2], None, CPU)).tolist() == [40]
+    assert num_near_ties(logits, [SamplingParams(0.8, seed=5)], [2], [None]) == 0
+    level = torch.from_numpy((ids >= 40).astype(np.float32)[None])
+    assert choose_rows(level, RowTerms.of([SamplingParams()], [2], None, CPU)).tolist() == [40]
 
 
 @triton.jit
@@ -163,14 +165,8 @@ def test_compilers_for_gpus_take_the_kernels(tmp_path: Path) -> None:
     """Machine code for A100, L4 and H100 is made without a GPU; what it needs of fast memory, each of them has."""
     quiet = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_INTERPRET"} | quiet
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, json.dumps([80, 89, 90])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _COMPILE, json.dumps([80, 89, 90])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert len(found) == 9
-    assert all(size > 1000 and shared < 48 << 10 for size, shared in found.values())
+    found = json.loads(done.stdout).values()
+    assert len(found) == 9 and all(size > 1000 and shared < 48 << 10 for size, shared in found)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.engine_harness import Collector
 from tests.requests import flat_request
 from tests.serving import fake_tokenizer
-from tests.vllm.choices import (
+from tests.vllm.gated import STEADY
+from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, running_engine
+from tests.vllm.test_choices import (
     ruled,
     test_a_text_goes_on_with_what_belongs_to_it,
     test_an_item_has_the_logprobs_of_all_its_passes,
@@ -18,10 +19,10 @@ from tests.vllm.choices import (
     test_rules_give_the_same_text_with_and_without_drafts,
     test_what_no_token_fits_ends_alone,
 )
-from tests.vllm.gated import STEADY
-from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, running_engine
 from tests.vllm.test_equality import (
     ROOT_DIR,
+    nothing,
+    run_all,
     test_a_wait_for_drafts_changes_nothing,
     test_all_right_from_the_beginning,
     test_an_alternative_is_used_when_the_likeliest_branch_fails,
@@ -67,9 +68,9 @@ def test_an_item_is_verified_in_two_passes(
     for index, (prompt, params, truth) in enumerate(texts[:4]):
         wrong = 7 if truth[index] != 7 else 8
         for draft, count in ((truth[:8], 9), ([*truth[:index], wrong, *truth[index + 1 : 6]], index + 1)):
-            found = Collector()
-            engine.submit(flat_request(prompt, params, len(draft) + 1, draft=tuple(draft), once=True), found)
-            assert found.wait().usage.target_passes == min(2, count) and found.tokens == truth[:count]
+            request = flat_request(prompt, params, len(draft) + 1, draft=tuple(draft), once=True)
+            (found,) = run_all(engine, [(request, truth, nothing)])
+            assert (found.wait().usage.target_passes, found.tokens) == (min(2, count), truth[:count])
 
 
 def test_logits_that_are_not_finite_end_their_sequence_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +81,8 @@ def test_logits_that_are_not_finite_end_their_sequence_only(tmp_path: Path, monk
     make_model(tmp_path, vocab_size=fake_tokenizer().size)
     truth = Reference(tmp_path)([5, 17, 99], 12)
     with running_engine(tmp_path, is_v2=True) as started:
-        failed, fine = Collector(), Collector()
-        started.submit(flat_request((1, FAULTY_TOKEN), SamplingParams(), 12), failed)
-        started.submit(flat_request((5, 17, 99), SamplingParams(), 12, draft=(*truth[:4], FAULTY_TOKEN)), fine)
-        error = failed.wait().error
-        assert error is not None and error.code == "model_fault" and failed.tokens == []
-        assert fine.wait().reason == "length" and fine.tokens == truth
+        bad = flat_request((1, FAULTY_TOKEN), SamplingParams(), 12)
+        good = flat_request((5, 17, 99), SamplingParams(), 12, draft=(*truth[:4], FAULTY_TOKEN))
+        failed, fine = run_all(started, [(bad, [], nothing), (good, truth, nothing)])
+        assert (failed.code, failed.tokens) == ("model_fault", [])
+        assert (fine.wait().reason, fine.tokens) == ("length", truth)

@@ -136,7 +136,7 @@ class GenerationRequest:
         return 1e3 * (self.due_s - time.monotonic())
 
     def service_fields(self) -> dict[str, Any]:
-        """The fields that say when the server is to serve it, and for whom. Raises RequestError 504 after the deadline."""
+        """The fields that say when the server serves it, and for whom. Raises RequestError 504 after the deadline."""
         if (left_ms := self.left_ms) <= 0.0:
             words = "the request's deadline_ms passed before its text began; allow more time"
             raise RequestError("deadline_exceeded", words, status=504)

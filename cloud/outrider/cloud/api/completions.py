@@ -22,7 +22,15 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.answers import CallTexts, Choice, answer, choice_params, model_not_found
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.call_plan import chat_style, echoes, engine_logprobs, grammar_of_call, look_of, text_style
+from outrider.models.http.call_plan import (
+    asks_for_grammar,
+    chat_style,
+    echoes,
+    engine_logprobs,
+    grammar_of_call,
+    look_of,
+    text_style,
+)
 from outrider.models.http.encoding import (
     check_call,
     check_prediction,
@@ -57,12 +65,14 @@ def completion_routes(core: Core) -> APIRouter:
     async def render(request: Request) -> Response:
         """The token ids of a conversation, through the model's chat template: a session's prompt."""
         owner = owner_of(request)
+        core.slots.require(owner)  # as for completions
         body = await core.bodies.parse(owner, openai.RenderRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         model = core.model.named(body.model)
         if not core.model.tokenizer.has_chat_template:
             raise no_chat_template(core.model.name)
-        tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
+        with core.slots.hold(owner):  # bounds how many wait for the thread
+            tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
         rendered = RenderAnswer(tokens=tokens, model=model.name, target=model.target)
         content = rendered.model_dump_json().encode()
         if PADDED_HEADER in request.headers:
@@ -111,7 +121,11 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
     try:
         prompts = await core.workers.run(owner, encode_call, tokenizer, core.max_prompt, body)
         asker = model.asker(owner)
-        grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner, asker.salt)
+        spec = None
+        if asks_for_grammar(body):
+            call = (body, style, tokenizer, prompts)
+            spec = await core.grammars.spec(core.workers, owner, asker.salt, grammar_of_call, *call)
+        grammar = await core.grammars.compiled(spec, owner, asker.salt)
         stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar, "stop_token_ids")
         processors = await processors_of(core.workers, owner, tokenizer, body)
         prediction = await core.workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()

@@ -78,7 +78,7 @@ _GROUPS: Final[dict[str, Codes]] = {
         400: ("invalid_grammar", "grammar_too_complex", "grammar_excluded"),
         429: ("too_many_grammars",),
     },
-    "prompt": {400: ("context_length_exceeded", "empty_prompt")},
+    "prompt": {400: ("context_length_exceeded", "empty_prompt"), 429: ("too_many_sessions",)},
     "model": {404: ("model_not_found",)},
     "cascade": {502: ("upstream_refused",), 503: ("upstream_lost",)},
     "evidence": {400: ("wrong_evidence",)},

@@ -59,7 +59,11 @@ def session_routes(core: Core) -> APIRouter:
                 param="generated",
             )
         asker = model.asker(owner, body.cache_salt)
-        grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, asker.salt)
+        spec = None
+        if body.grammar is not None:
+            with core.slots.hold(owner):  # bounds how many wait for the thread
+                spec = await core.grammars.spec(core.workers, owner, asker.salt, GrammarSpec.of_wire, body.grammar)
+        grammar = await core.grammars.compiled(spec, owner, asker.salt)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             pick=PickOptions(

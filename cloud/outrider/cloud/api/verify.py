@@ -23,6 +23,7 @@ from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.api.traces import RequestTrace, log_failure, trace_of
 from outrider.cloud.seam import Asker, CommitEvent, DraftHints, EndEvent, GenerateRequest, PickOptions
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.bodies import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.encoding import check_tokens
@@ -207,12 +208,19 @@ class _Batch:
             headers["retry-after"] = str(max(retry_s for _, retry_s in self._failed.values()))
         return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
+    async def _grammar(self, item: VerifyItem) -> CompiledGrammar | None:
+        if item.grammar is None:
+            return None
+        core, owner, salt = self._core, self._owner, self._asker.salt
+        spec = await core.grammars.spec(core.workers, owner, salt, GrammarSpec.of_wire, item.grammar)
+        return await core.grammars.compiled(spec, owner, salt)
+
     async def _request(self, raw: Any) -> GenerateRequest:
         if isinstance(raw, dict) and isinstance(prefix := raw.get("prefix"), list):
             check_tokens(self._core.engine.limits.max_positions, prefix)  # before it is copied
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
-        grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner, self._asker.salt)
+        grammar = await self._grammar(item)
         terms = terms_of(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),

@@ -149,6 +149,8 @@ class DraftWorker:
         if self._on_call is not None:
             self._on_call(before, now, len(call.nodes))
         with self.lock:
+            if not self._belief.tree.unsent:
+                self._unsent_since = None  # a commit took what was waiting
             for node, guesses in zip(call.nodes, found, strict=True):
                 self._belief.tree.expand(node, guesses)
             self.num_drafted += sum(map(bool, found))

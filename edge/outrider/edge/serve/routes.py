@@ -39,6 +39,7 @@ from outrider.models.http.answers import answer, model_not_found
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import (
     Dialect,
+    asks_for_grammar,
     chat_style,
     echoes,
     engine_logprobs,
@@ -248,7 +249,10 @@ async def _answer(
     texts = LocalTexts(core, owner, num_prompts * body.num_each)
     with texts.closing_on_error():
         prompts, groundings = await _while_connected(request, encode())
-        grammar = grammar_of_call(body, style, core.tokenizer, prompts)
+        grammar = None
+        if asks_for_grammar(body):
+            call = (body, style, core.tokenizer, prompts)
+            grammar = await core.grammars.spec(core.workers, owner, b"", grammar_of_call, *call)
         stop_ids = None if body.stop_token_ids is None else frozenset(body.stop_token_ids)
         ignores_eos = bool(body.ignore_eos) and grammar is None
         ends = ends_of(stop_ids, own_stops, ignores_eos)

@@ -160,12 +160,8 @@ class GrammarCompiler:
         """
         return self.find(spec, owner) or self._start(spec, (owner, b"")).result()
 
-    async def compile_for(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar:
-        """As `compile`, without holding the event loop. salt: which of the owner's clients asks.
-
-        Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting, or are costly and held.
-        """
-        client = owner, salt
+    def require_calm(self, client: Client) -> None:
+        """Raises RequestError `too_many_grammars` (429) for a client whose grammars took too long a moment ago."""
         if (wait_s := self._strikes.seconds_left(client)) > 0:
             raise RequestError(
                 "too_many_grammars",
@@ -173,6 +169,14 @@ class GrammarCompiler:
                 status=429,
                 retry_after_s=math.ceil(wait_s),
             )
+
+    async def compile_for(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar:
+        """As `compile`, without holding the event loop. salt: which of the owner's clients asks.
+
+        Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting, or are costly and held.
+        """
+        client = owner, salt
+        self.require_calm(client)
         if found := self.find(spec, *client):
             return self._held(found, client)
         key = client, spec.hash

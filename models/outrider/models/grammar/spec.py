@@ -42,12 +42,7 @@ class GrammarSpec:
             raise invalid_grammar(f"the grammar's kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
         # Schemas inside a grammar are JSON; `check_lark` bounds its own text.
         limit = MAX_TEXT_BYTES if self.kind == "regex" else MAX_JSON_BYTES
-        try:
-            found = len(self.text.encode())
-        except UnicodeEncodeError:
-            raise invalid_grammar("the grammar holds half of a surrogate pair; expected Unicode text") from None
-        if found > limit:
-            raise invalid_grammar(f"the grammar has {found:,} bytes; expected at most {limit:,}")
+        check_size(self.text, limit)
         for name, spelling in (("after", self.after), ("opener", self.opener)):
             if len(spelling) > 128:
                 raise invalid_grammar(f"`{name}` has {len(spelling)} characters; expected the spelling of one token")
@@ -79,6 +74,16 @@ class GrammarSpec:
     def choice(cls, choices: Sequence[str]) -> GrammarSpec:
         """The spec that allows these texts only."""
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+
+
+def check_size(text: str, limit: int = MAX_JSON_BYTES) -> None:
+    """Raises RequestError for a text of more bytes, and for one that is no Unicode text."""
+    try:
+        found = len(text.encode())
+    except UnicodeEncodeError:
+        raise invalid_grammar("the grammar holds half of a surrogate pair; expected Unicode text") from None
+    if found > limit:
+        raise invalid_grammar(f"the grammar has {found:,} bytes; expected at most {limit:,}")
 
 
 def dump_schema(schema: Any) -> str:

@@ -311,7 +311,7 @@ async def _whole(
     async with sse.closed_on_disconnect(texts.reader, request.receive):
         async for deltas in texts.deltas():
             for delta in deltas:
-                found[delta.index].add(delta)
+                shape.take(found[delta.index], delta)
                 if logprobs:
                     place = delta.index // body.num_each * body.num_kept  # its prompt's first choice
                     holding.add(logprobs[delta.index].add(shape.logprobs(place, delta.pieces) or {}))
@@ -365,7 +365,16 @@ async def _stream(texts: Texts, shape: Shape, body: openai.GenerationRequest) ->
             yield first
         async for deltas in texts.deltas():
             usage = texts.completion_usage() if body.repeats_usage else None
-            yield b"".join(shape.piece(delta, usage) for delta in deltas) or sse.KEEP_ALIVE
+            pieces: list[bytes] = []
+            turn_ends_s = time.monotonic() + _TURN_S
+            for delta in deltas:
+                if pieces and time.monotonic() > turn_ends_s:
+                    yield b"".join(pieces) or sse.KEEP_ALIVE
+                    pieces.clear()
+                    await asyncio.sleep(0)
+                    turn_ends_s = time.monotonic() + _TURN_S
+                pieces.append(shape.piece(delta, usage))
+            yield b"".join(pieces) or sse.KEEP_ALIVE
         if body.includes_usage:
             yield shape.last(texts.completion_usage(), texts.metrics())
         yield DONE

@@ -21,10 +21,12 @@ from outrider.models.grammar.reasoning import BEGIN, END, after_reasoning, marks
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, with_whitespace
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.chat_reader import ChatStyle
+from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
 from outrider.models.http.openai_fields import NamedTool, Tool
 from outrider.models.http.shapes import LogprobWriter, Look
+from outrider.models.http.structured import FIELDS
 from outrider.models.text.tokenizer import Tokenizer
 
 
@@ -47,6 +49,13 @@ def grammar_of_call(
         return after_reasoning(spec, tokenizer, prompts[0])
     except RequestError as error:
         raise FieldError(error.code, str(error), param="response_format") from None
+
+
+def asks_for_grammar(body: GenerationRequest) -> bool:
+    """Whether `grammar_of_call` may find a grammar: free text waits for no thread."""
+    if any(getattr(body, name) not in (None, {"type": "text"}) for name in FIELDS):
+        return True
+    return isinstance(body, ChatRequest) and bool(body.tools_of_grammar or body.has_strict_tools)
 
 
 def _with_tools(
@@ -180,6 +189,17 @@ class Grammars:
     def __init__(self, make: Callable[[], GrammarCompiler], *, is_needed: bool = True) -> None:
         self._compiler = cache(make)
         self._is_needed = is_needed
+
+    async def spec(
+        self, workers: Workers, owner: bytes, salt: bytes, make: Callable[..., GrammarSpec | None], *args: Any
+    ) -> GrammarSpec | None:
+        """What `make(*args)` returns, in a thread: reading a schema of 60 kB takes some 50 ms.
+
+        Raises RequestError as `make`, and 429 `too_many_grammars`, before that, where no grammar of this client would
+        be compiled.
+        """
+        self._compiler().require_calm((owner, salt))
+        return await workers.run(owner, make, *args)
 
     async def compiled(self, spec: GrammarSpec | None, owner: bytes, salt: bytes = b"") -> CompiledGrammar | None:
         """The grammar; None for None. Raises RequestError as `GrammarCompiler.compile_for`."""

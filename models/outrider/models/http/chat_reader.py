@@ -54,12 +54,15 @@ class ArrivingText:
         """Appends the text before `mark` to `shown`, as it comes. Returns the mark, with the spaces before it; None at
         the text's end.
         """
-        while (at := self.held.find(mark)) < 0:
+        num_spaces = 0  # at the beginning of what is held: nothing is looked at twice
+        while (at := self.held.find(mark, num_spaces)) < 0:
             longest = min(len(self.held), len(mark) - 1)
-            num_marked = next((n for n in range(longest, 0, -1) if self.held.endswith(mark[:n])), 0)
-            text = self.held[: len(self.held) - num_marked].rstrip(SPACE)
+            end = len(self.held) - next((n for n in range(longest, 0, -1) if self.held.endswith(mark[:n])), 0)
+            fresh = self.held[num_spaces:end].rstrip(SPACE)
+            text = self.held[: num_spaces + len(fresh)] if fresh else ""
             shown.append(text)
             self.held = self.held[len(text) :]
+            num_spaces = end - len(text)
             if self.is_last:
                 return None
             yield
@@ -70,26 +73,34 @@ class ArrivingText:
         return before
 
     def past(self, chars: str) -> Steps[str]:
-        """Drops `chars` where the text goes on. Returns what follows; nothing at the text's end."""
-        while not (rest := self.held.lstrip(chars)) and not self.is_last:
+        """Drops `chars` where the text goes on, and returns them."""
+        dropped: list[str] = []
+        while True:
+            rest = self.held.lstrip(chars)
+            dropped.append(self.held[: len(self.held) - len(rest)])
+            self.held = rest
+            if rest or self.is_last:
+                return "".join(dropped)
             yield
-        self.held = rest
-        return rest
 
     def coming(self, mark: str, spaces: str = SPACE) -> Steps[str]:
         """What comes after `spaces`, once it is known whether it begins with `mark`; takes nothing."""
-        while mark.startswith(rest := self.held.lstrip(spaces)) and rest != mark and not self.is_last:
+        rest = self.held.lstrip(spaces)
+        while mark.startswith(rest) and rest != mark and not self.is_last:
+            num_read = len(self.held) - len(rest)
             yield
+            rest = self.held[num_read:].lstrip(spaces)
         return rest
 
-    def call(self, before: str, name: str | None = None) -> Steps[bool]:
+    def call(self, before: str, name: str | None = None, *, is_tagged: bool = True) -> Steps[bool]:
         """Reads one call. Returns whether it is whole; what is no call becomes content, with the `before` it.
 
-        name: given, it is the function's, and the object is its arguments. A call that the text's end cuts keeps its
+        name: given, it is the function's, and the object is its arguments. is_tagged: a mark came before it, so it is a
+        call without arguments, too; else that is an answer in JSON. A call that the text's end cuts keeps its
         beginning.
         """
         call = _Call(name)
-        steps = _object(call, is_bare=name is not None)
+        steps = _object(call, is_bare=name is not None, is_tagged=is_tagged)
         next(steps)
         raw: list[str] = []
         is_whole: bool | None = None
@@ -140,8 +151,8 @@ class _Call:
 _Reads = Generator[bool | None, str, T]
 
 
-def _object(call: _Call, *, is_bare: bool) -> _Reads[None]:
-    """is_bare: the object is the arguments."""
+def _object(call: _Call, *, is_bare: bool, is_tagged: bool) -> _Reads[None]:
+    """is_bare: the object is the arguments. is_tagged: as in `ArrivingText.call`."""
     if (yield from _char()) != "{":
         yield False
     if is_bare:
@@ -154,7 +165,7 @@ def _object(call: _Call, *, is_bare: bool) -> _Reads[None]:
         if delimiter != '"':
             break
         delimiter = yield from _member(call)
-    if delimiter != "}" or call.name is None:
+    if delimiter != "}" or call.name is None or not (is_tagged or call.has_arguments):
         yield False
     if not call.has_arguments:
         call.take("arguments", "null")
@@ -228,7 +239,8 @@ def _read_hermes(text: ArrivingText) -> Steps[None]:
         if (yield from text.call(before)):
             rest = yield from text.coming(end)
             if rest.startswith(end):
-                text.held = rest[len(end) :].lstrip(SPACE)
+                text.held = rest[len(end) :]
+                yield from text.past(SPACE)
             elif end.startswith(rest):  # the text's end cuts it
                 text.held = ""
 
@@ -236,21 +248,24 @@ def _read_hermes(text: ArrivingText) -> Steps[None]:
 def _read_mistral(text: ArrivingText) -> Steps[None]:
     """`[TOOL_CALLS]` and a list of objects, or a name, `[ARGS]` and an object."""
     while (before := (yield from text.until("[TOOL_CALLS]", text.content))) is not None:
-        while (begin := _begin_of_calls(text.held.lstrip(SPACE))) is None:
+        before += yield from text.past(SPACE)
+        while (begin := _begin_of_calls(text.held)) is None:
             if text.is_last:
                 text.held = before + text.held
                 return
             yield
-        text.held = text.held.lstrip(SPACE)[len(begin) :]
+        text.held = text.held[len(begin) :]
         before += begin
         if begin != "[":
             if (yield from text.call(before, begin.split("[", 1)[0].strip() or None)):
-                text.held = text.held.lstrip(SPACE)
+                yield from text.past(SPACE)
             continue
         while (yield from text.call(before)):
             before = ""
-            if (yield from text.past(SPACE + ","))[:1] in ("]", ""):
-                text.held = text.held[1:].lstrip(SPACE)
+            yield from text.past(SPACE + ",")
+            if text.held[:1] in ("]", ""):
+                text.held = text.held[1:]
+                yield from text.past(SPACE)
                 break
 
 
@@ -279,7 +294,7 @@ def _read_llama(text: ArrivingText) -> Steps[None]:
         else:
             before = yield from text.until(tag, text.content)
         if before is not None:
-            is_whole = yield from text.call(before)
+            is_whole = yield from text.call(before, is_tagged=bool(before))
 
 
 READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {

@@ -18,6 +18,7 @@ from outrider.models.http.limits import Turns
 from outrider.models.http.openai import ChatRequest, CompletionRequest, Conversation, GenerationRequest
 from outrider.models.http.openai_fields import ProcessorParameters
 from outrider.models.processors.options import ProcessorOptions, bad_word_ids
+from outrider.models.text.predicted import Prediction
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import MAX_PREDICTION_TOKENS
 
@@ -88,7 +89,10 @@ class Workers:
 
         # A thread cannot be cancelled: a cancelled caller's turn lasts until its thread is done.
         work.add_done_callback(finish)
-        return await asyncio.shield(work)
+        try:
+            return await asyncio.shield(work)
+        finally:
+            del work  # with its error it would be a cycle, which holds what the function was given
 
     def close(self) -> None:
         """Ends the threads, once what they run is done. `run` may not be called any more."""
@@ -231,7 +235,7 @@ def check_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> None:
 
 
 def encode_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> tuple[int, ...]:
-    """The token ids of the predicted output; nothing without one. Raises RequestError for one that is too long."""
+    """The token ids of the predicted output, indexed; nothing without one. Raises RequestError for one too long."""
     if body.prediction is None:
         return ()
     text = body.prediction.text
@@ -240,7 +244,9 @@ def encode_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> tuple[in
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) > MAX_PREDICTION_TOKENS:
         raise _prediction_too_long(f"{len(tokens)} tokens")
-    return tuple(tokens)
+    found = Prediction(tokens)
+    found.pairs  # noqa: B018  # made here, and not on the event loop
+    return found
 
 
 def _prediction_too_long(found: str) -> RequestError:

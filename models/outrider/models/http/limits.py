@@ -10,7 +10,8 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from outrider.models.errors import RequestError
@@ -175,6 +176,15 @@ class Slots:
                 f"{limit} may be open. End some first",
                 status=429,
             )
+
+    @contextmanager
+    def hold(self, owner: bytes) -> Iterator[None]:
+        """Holds a slot while inside. Raises RequestError as `require`."""
+        self.take(owner)
+        try:
+            yield
+        finally:
+            self.release(owner)
 
     async def wait(self, owner: bytes, *, max_waiting: int | None = None) -> None:
         """Takes one slot as soon as one is free; first come, first served within the owner.

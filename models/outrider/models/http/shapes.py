@@ -210,6 +210,10 @@ class Shape(ABC):
             "seed": seed,
         }
 
+    def take(self, text: Delta, delta: Delta) -> None:
+        """Adds new text to the whole one that `whole` is given."""
+        text.add(delta)
+
     def whole(self, texts: Sequence[Delta], usage: Usage, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
         """The whole answer, its logprobs left out. metrics: `openai_answers.RequestMetrics`, if there are any."""
         choices = [self._choice(index, text) | text.extension for index, text in enumerate(texts)]
@@ -291,9 +295,13 @@ class ChatShape(Shape):
         super().__init__(model, seed, target, look)
         self._readers = [ChatReader(self._look.style, is_inside=inside) for inside in self._look.insides]
 
+    def take(self, text: Delta, delta: Delta) -> None:
+        """Reads it, too: a whole text at once would hold the event loop."""
+        super().take(text, delta)
+        self._readers[delta.index].push(delta.text, is_last=delta.finish_reason is not None)
+
     def _choice(self, index: int, text: Delta) -> dict[str, Any]:
         reader = self._readers[index]
-        reader.push(text.text, is_last=True)
         content = reader.content if reader.content or not reader.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reader.reasoning:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.bounds import MAX_JSON_BYTES, read_json
-from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
+from outrider.models.grammar.spec import GrammarSpec, check_size, dump_schema, invalid_grammar
 from outrider.models.http.errors import FieldError
 
 T = TypeVar("T")
@@ -128,6 +128,12 @@ def _parsed(schema: Any) -> Any:
     if isinstance(schema, str):
         if len(schema) > MAX_SPACED_CHARS:
             raise invalid_grammar(f"the schema has {len(schema):,} characters; expected at most {MAX_SPACED_CHARS:,}")
+        # An escape may stand for one byte.
+        fewest = len(schema) - sum(map(schema.count, " \t\r\n\\")) - 4 * schema.count("\\u")
+        if fewest > MAX_JSON_BYTES:
+            raise invalid_grammar(
+                f"the schema has {fewest:,} bytes besides spaces and escapes; expected at most {MAX_JSON_BYTES:,}"
+            )
         return read_json(schema)
     return schema
 
@@ -138,7 +144,9 @@ def _closed(schema: Any) -> Any:
     def close(inside: dict[str, Any]) -> dict[str, Any]:
         return {"additionalProperties": False, **inside} if isinstance(inside.get("properties"), dict) else inside
 
-    return json.loads(dump_schema(schema), object_hook=close)
+    text = dump_schema(schema)
+    check_size(text)  # it only grows
+    return json.loads(text, object_hook=close)
 
 
 def _checked(value: Any, kind: type[T], name: str, param: str | None = None) -> T:

