@@ -299,7 +299,7 @@ def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
         clock, asked = Clock(), list[float]()
         with pytest.raises(CloudError, match="tokens_exhausted"):
             run(facts_from(clock, verifier(clock, asked, *["60"] * 9, status=503), retry=policy, jitter=0.5))
-        assert (asked[1], clock.now, len(asked)) == (first_s, pytest.approx(last_s), num)
+        assert (asked[1], clock.now, len(asked)) == pytest.approx((first_s, last_s, num))
 
 
 def test_a_file_that_allows_it_shortens_no_wait_of_other_modes(
