@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import httpx
@@ -41,11 +41,11 @@ from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.seam import EngineStats, Totals
 from outrider.models.errors import RequestError
-from outrider.models.http import answers, openai
+from outrider.models.http import answers
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
 from outrider.models.http.security import Gate, GatePaths, GateSettings, KeyRing
-from outrider.models.http.shapes import CompletionShape, Delta, PackedLogprobs
+from outrider.models.http.shapes import CompletionShape, PackedLogprobs
 from outrider.models.process.tally import RequestTally
 from outrider.models.wire.draft_stream import framed
 
@@ -178,29 +178,6 @@ def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
                     streamed[choice["index"]][name] += values
     found = [choice["logprobs"] for choice in whole.json()["choices"]]
     assert found == streamed and all(len(each["tokens"]) == 200 for each in found)
-
-
-async def test_a_stream_of_many_texts_is_written_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a wake-up brings goes out in pieces where it takes long to write; others have their turn between them."""
-
-    class Texts:
-        async def deltas(self) -> AsyncIterator[list[Delta]]:
-            yield [Delta(index, "zip") for index in range(3)]
-
-    seen = list[str]()
-
-    async def other() -> None:
-        while True:
-            seen.append("other")
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(answers, "_TURN_S", -1.0)
-    beside = asyncio.create_task(other())
-    body = openai.CompletionRequest.model_validate({"prompt": "a", "stream": True})
-    async for piece in answers._stream(cast(Any, Texts()), CompletionShape("fake", 1, None), body):
-        seen.append("done" if piece == answers.DONE else "text")
-    beside.cancel()
-    assert seen == ["text", "other", "text", "other", "text", "done"]
 
 
 def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import socket
 import warnings
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -23,6 +23,8 @@ from outrider.cloud.api.steady_stream import SteadyStream
 from outrider.cloud.api.stream import SERVER_SEND, NewestTimes, SessionStream, StepTimes
 from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
+from outrider.models.http import answers, openai
+from outrider.models.http.shapes import CompletionShape, Delta
 from outrider.models.http.sse import EventStream, Inbox
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.process.by_owner import Shares
@@ -259,3 +261,26 @@ def test_a_client_that_is_cut_goes_on_where_it_was(monkeypatch: pytest.MonkeyPat
         with httpx.Client(base_url=server.url) as again:
             rest = run_session(again, body | {"prompt": [*PROMPT, *tokens], "max_tokens": 800 - len(tokens)})
         assert tokens + rest.tokens == target_tokens(PROMPT, 800)
+
+
+async def test_a_stream_of_many_texts_is_written_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a wake-up brings goes out in pieces where it takes long to write; others have their turn between them."""
+
+    class Texts:
+        async def deltas(self) -> AsyncIterator[list[Delta]]:
+            yield [Delta(index, "zip") for index in range(3)]
+
+    seen = list[str]()
+
+    async def other() -> None:
+        while True:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(answers, "_TURN_S", -1.0)
+    beside = asyncio.create_task(other())
+    body = openai.CompletionRequest.model_validate({"prompt": "a", "stream": True})
+    async for piece in answers._stream(cast(Any, Texts()), CompletionShape("fake", 1, None), body):
+        seen.append("done" if piece == answers.DONE else "text")
+    beside.cancel()
+    assert seen == ["text", "other", "text", "other", "text", "done"]
