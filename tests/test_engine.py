@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, VOCAB, Harness, calibrated, plain
+from tests.engine_harness import SAMPLED, VOCAB, Harness, calibrated, plain, refused
 from tests.fake_runtime import FakeBatchRuntime
 from tests.picking_runtime import PickingRuntime
 
@@ -184,6 +184,23 @@ def test_a_text_ends_inside_accepted_drafts_where_it_would_without_them(reason: 
     harness.engine.draft(sequence_id, 1, [truth[1:] + [0] * 10])
     harness.run()
     assert (collector.tokens, collector.ended.reason) == (expected, reason) and collector.commits[1].accepted > 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([], "empty_prompt"),
+        ([VOCAB], "token_out_of_range"),
+        ([-1], "token_out_of_range"),
+        ([1] * 512, "context_length_exceeded"),
+    ],
+)
+def test_bad_prompts_are_refused_before_they_reach_the_model(prompt: list[int], code: str) -> None:
+    """Each has its own code, and the engine continues."""
+    harness = Harness()
+    with refused(code):
+        harness.submit(prompt)
+    assert harness.finished(PROMPTS[0], 3).tokens == plain(PROMPTS[0], SAMPLED, 3)
 
 
 def test_cancelling_frees_a_sequence_in_every_state() -> None:
