@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Final, TextIO
 from urllib.parse import urlsplit
 
-import psutil
 from bench.beside import Written
+from bench.pairs import Verifier, safetensors_target
 from bench.peer_drafts import LLAMA_SERVER, Asked
 from bench.processes import Program, source_path, started
-from bench.verifier import Verifier, safetensors_target
 from filelock import FileLock
 
 from outrider.edge.lab.cores import CorePlan
@@ -76,12 +75,6 @@ class PeerProcess:
         self._program, self._connection, self._answers = program, connection, answers
         self._program.signal(signal.SIGSTOP)
 
-    @property
-    def peak_mb(self) -> float:
-        """Of its process and those that it started."""
-        leader = psutil.Process(self._program.pid)
-        return peak_mb(leader, *leader.children(recursive=True))
-
     async def generate(self, request: GenerationRequest) -> Written:
         """One text, each token as it arrives here. Raises PeerFailed."""
         return await asyncio.to_thread(self._write, request)
@@ -110,15 +103,6 @@ class PeerProcess:
         finally:
             self._program.signal(signal.SIGSTOP)
         raise PeerFailed(f"it ended: {self._program.said()[-_SAID:]}")
-
-
-def peak_mb(*processes: psutil.Process) -> float:
-    """The sum of the most memory that each had."""
-    return sum(_peak_mb(Path(f"/proc/{process.pid}/status").read_text()) for process in processes)
-
-
-def _peak_mb(status: str) -> float:
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,6 @@
 """Attacks by requests that are made from the OpenAPI document: every route, and every field at its bounds, alone and in
 pairs, four at a time, with a key and without; and measures what another key notices.
 
-Which request was it? Every incident, such as a late answer for health, is laid to the requests that were in flight. The
-most suspicious are sent again, first together, then each alone, and only what happens again each time counts: on a busy
-machine most does not.
-
 Pairs are too many to send all. Of those of which neither value was refused alone, a choice is sent that is the same in
 every run; of the others, which end early for the same reason most often, a smaller one.
 """
@@ -16,22 +12,27 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, repeat
+from bench.attacks.attackers import attacking, repeat, sweep
 from bench.attacks.bodies import SIZE, TEMPLATE
 from bench.attacks.bounds import Case, Field, Requests
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
-from bench.attacks.noticed import ATTACKER, CAP_S, NUM_TEXTS, Place, Seen, watched
-from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S
-from bench.attacks.subject import KEYS, Row, Server, Subject, percentile, prompt_of
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, Latency, Memory, beside, repeatedly
+from bench.attacks.subject import KEYS, Row, Server, Subject, prompt_of
 from bench.changed_bundle import change_bundle
 
+ATTACKER, OTHER = KEYS
+NUM_TEXTS: Final = 2
+"""Of the other key, all the while."""
+NEWCOMERS_EVERY_S: Final = 0.2
+CAP_S: Final = 10.0
 MAX_FIRST: Final = 2.0
 """The other key's first token: over that beside as many plain requests."""
 _SINGLE_S: Final = 3.0
@@ -39,33 +40,103 @@ _PAIR_S: Final = 2.0
 """For an answer; then the client goes."""
 _PLAIN: Final = Case("POST /v1/completions")
 _PLAIN_S: Final = 6.0
-_CONFIRM_S: Final = 2.5
 _ROUTE_S: Final = 120.0
 """For all of a group; what is left then is not sent, and the row says so."""
 _NUM_PAIRS: Final = 250
 """Of a route, if neither value was refused alone."""
 _NUM_REFUSED_PAIRS: Final = 50
 _WRONG: Final = (400, 404, 409, 413, 422)
-_NUM_SUSPECTS: Final = 3
-"""Of a kind of incident and a group, sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is attacked. plain: a small request. text: the body of the other key's text with this number, for `path`."""
+
+    server: Server
+    idle: Server
+    requests: Requests
+    plain: Case
+    path: str
+    text: Callable[[int], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was sent, and what others noticed meanwhile. gap_s: the longest of the other key's texts, from one
+    commit to the next. firsts: seconds to the first token of its newcomers. sent: each with its status.
+    """
+
+    health: Latency
+    idle: Latency
+    memory: Memory
+    sent: list[tuple[Case, int]] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    gap_s: float = CAP_S
+
+    @property
+    def first_s(self) -> float:
+        """The newcomers' median."""
+        return median(self.firsts) if self.firsts else CAP_S
+
+    def __str__(self) -> str:
+        gaps = f"longest gap {self.gap_s * 1e3:.0f} ms"
+        memory = f"{self.memory.before_mb:.0f} to {self.memory.peak_mb:.0f} MB"
+        return f"health {self.health}, idle {self.idle}, {gaps}, first {self.first_s * 1e3:.0f} ms, {memory}"
+
+
+def watched(place: Place, cases: list[Case], key: str | None, timeout_s: float, limit_s: float) -> Seen:
+    """Sends the cases, four at a time, for at most `limit_s`, and looks what others notice."""
+    numbers, firsts = count(1000), list[float]()
+
+    def newcomer() -> None:
+        took_s = place.server.first_token_s(place.text(next(numbers)), CAP_S, key=OTHER, path=place.path)
+        firsts.append(CAP_S if took_s is None else took_s)
+
+    bodies = [place.text(number) for number in range(NUM_TEXTS)]
+    with (
+        place.server.crowd(bodies, key=OTHER, path=place.path, keeps=True) as crowd,
+        beside(place.server, place.idle) as costs,
+        repeatedly(newcomer, NEWCOMERS_EVERY_S),
+    ):
+        crowd.require_running(NUM_TEXTS)
+        seen = Seen(costs.health, costs.idle, costs.memory, firsts=firsts)
+        with attacking(sweep, place.server.port, place.requests, cases, key, timeout_s) as reports:
+            began_s = time.perf_counter()
+            deadline_s = began_s + limit_s
+            while (left_s := deadline_s - time.perf_counter()) > 0.0 and reports.poll(left_s):
+                if (report := reports.recv()) is None:
+                    break
+                index, status = report
+                seen.sent.append((cases[index], status))
+        # A text that stands still to the end has one more.
+        open_gaps = [
+            (stream.commits[-1][0], time.perf_counter())
+            for stream in crowd.streams
+            if stream.commits and not stream.is_over
+        ]
+        gaps = (after - before for before, after in (*crowd.gaps(), *open_gaps) if after > began_s)
+        seen.gap_s = max(gaps, default=CAP_S)
+    return seen
 
 
 @dataclass(slots=True)
 class Group:
-    """Requests that were sent together. first_ratio: the other key's first token, in times of that beside plain
-    requests; the smaller of two where the first was too large. offences: those that others noticed each time, and what.
+    """Requests that were sent together. health_s: p99. first_ratio: the other key's first token, in times of that
+    beside plain requests. more_gap_s: its longest gap, beyond the longest there. Each is the smaller of two where one
+    was too large: any process of the machine delays others once.
     """
 
     name: str
     cases: list[Case]
     seen: Seen
+    health_s: float
     first_ratio: float
-    offences: dict[Case, str] = field(default_factory=dict)
+    more_gap_s: float
 
     def refused(self) -> set[tuple[Field, int]]:
         """Values for which a request is wrong, each time: not too much, and not too late."""
-        refused = Counter(one.case.values for one in self.seen.sent if one.status in _WRONG)
-        sent = Counter(one.case.values for one in self.seen.sent)
+        refused = Counter(case.values for case, status in self.seen.sent if status in _WRONG)
+        sent = Counter(case.values for case, _ in self.seen.sent)
         return {values[0] for values, count in refused.items() if values and count == sent[values]}
 
 
@@ -155,7 +226,7 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
 
     def send(name: str, cases: Sequence[Case], key: str | None = ATTACKER, *, times: int = 1) -> Group:
         # Each so often in a row, so that those in flight are the same.
-        groups.append(_sent(place, plain, before_mb, name, [case for case in cases for _ in range(times)], key))
+        groups.append(_sent(place, plain, name, [case for case in cases for _ in range(times)], key))
         return groups[-1]
 
     send("routes without a body", others, times=50)
@@ -174,27 +245,20 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
     yield from _judged(number, what, plain, groups, before_mb, num_pairs)
 
 
-def _sent(place: Place, plain: Seen, before_mb: float, name: str, cases: list[Case], key: str | None) -> Group:
-    """Sends a group, and whom others noticed again: together, then each alone."""
+def _sent(place: Place, plain: Seen, name: str, cases: list[Case], key: str | None) -> Group:
+    """Sends a group; where others waited too long, once more, and plain requests."""
     place.server.wait_until_awake()
     began_s = time.perf_counter()
     timeout_s = _PAIR_S if len(cases[0].values) > 1 else _SINGLE_S
     seen = watched(place, cases, key, timeout_s, _ROUTE_S)
-    group = Group(name, cases, seen, seen.first_s / plain.first_s)
-    if group.first_ratio > MAX_FIRST:
-        again = watched(place, cases, key, timeout_s, _PLAIN_S)
-        beside = watched(place, [place.plain] * 100_000, ATTACKER, _SINGLE_S, _PLAIN_S / 2)
+    group = Group(name, cases, seen, seen.health.high, seen.first_s / plain.first_s, seen.gap_s - plain.gap_s)
+    if max(group.health_s, group.more_gap_s) > MAX_HEALTH_S or group.first_ratio > MAX_FIRST:
+        again = watched(place, cases, key, timeout_s, _ROUTE_S)
+        beside = watched(place, [place.plain] * 100_000, ATTACKER, _SINGLE_S, _PLAIN_S)
+        group.health_s = min(group.health_s, again.health.high)
         group.first_ratio = min(group.first_ratio, again.first_s / beside.first_s)
-    suspects = _suspects(seen, plain, before_mb)
-    if suspects:
-        again = watched(place, [case for case in suspects for _ in range(8)], key, timeout_s, _ROUTE_S)
-        suspects = [case for case in _suspects(again, plain, before_mb) if case in suspects]
-    for case in suspects:
-        if words := _confirmed(place, case, key, seen.longest_s(case)):
-            group.offences[case] = words
+        group.more_gap_s = min(group.more_gap_s, again.gap_s - beside.gap_s)
     print(f"  {name}: {len(seen.sent)} of {len(cases)}, {seen}, {time.perf_counter() - began_s:.0f} s", flush=True)
-    for case, words in group.offences.items():
-        print(f"    {case}: {words}", flush=True)
     return group
 
 
@@ -216,29 +280,25 @@ def _judged(
     seen = {group.name: group.seen for group in groups}
     everything = list(seen.values())
     sent = sum(len(one.sent) for one in everything)
-    sent_pairs = len({each.case for one in everything for each in one.sent if len(each.case.values) > 1})
+    sent_pairs = len({case for one in everything for case, _ in one.sent if len(case.values) > 1})
     unsent = [f"{each.name}: {left}" for each in groups if (left := len(each.cases) - len(each.seen.sent))]
-    offences = [(group.name, case, words) for group in groups for case, words in group.offences.items()]
-    health_s = [value for one in everything for value in one.health.values]
-    offenders = "; ".join(f"{case}: {words}" for _, case, words in offences) or "none"
-    posts = {name: {each.status // 100 for each in one.sent} for name, one in seen.items() if name.startswith("POST")}
+    slowest = max(groups, key=lambda group: group.health_s)
+    posts = {name: {status // 100 for _, status in one.sent} for name, one in seen.items() if name.startswith("POST")}
     refused = [name for name, kinds in posts.items() if kinds == {4}]
-    statuses = Counter(one.status for each in everything for one in each.sent)
+    statuses = Counter(status for one in everything for _, status in one.sent)
     failures = sorted(status for status in statuses if status >= 500 and status not in (501, 503, 504))
     yield Row(
         number,
         f"`{what}`: {sent} requests from its document, every field at its bounds, alone and in {sent_pairs} of "
-        f"{num_pairs} pairs, four at a time: GET /health/live, the other key's gaps and first token",
-        f"p99 {percentile(health_s, 0.99) * 1e3:.0f} ms; again when sent alone: {offenders}"
+        f"{num_pairs} pairs, four at a time: GET /health/live, of each group, and of it again",
+        f"p99 {slowest.health_s * 1e3:.0f} ms, most with: {slowest.name}"
         + (f"; statuses {failures}" if failures else "")
         + (f"; refused whatever they had: {', '.join(refused)}" if refused else "")
         + (f"; not sent in time: {', '.join(unsent)}" if unsent else ""),
-        "p99 under 50 ms; longest under 50 ms over an idle server's; gaps under 50 ms over those beside plain "
-        "requests, first token at most 2x of those; no 5xx but 503 and 504; all sent",
-        percentile(health_s, 0.99) < MAX_HEALTH_S and not offences and not failures and not unsent,
+        "p99 under 50 ms; no 5xx but 501, 503 and 504; all sent",
+        slowest.health_s < MAX_HEALTH_S and not failures and not unsent,
         {
             "statuses": dict(statuses),
-            "offences": [{"group": name, "case": str(case), "what": words} for name, case, words in offences],
             "plain": str(plain),
             "seen": {name: str(one) for name, one in seen.items()},
         },
@@ -256,59 +316,16 @@ def _judged(
     worst = max(groups, key=lambda group: group.first_ratio)
     yield Row(
         number,
-        "the same: the other key's first token, median of each group, and of it again",
+        "the same: the other key's first token, median of each group",
         f"{worst.first_ratio:.1f}x of that beside plain requests, {plain.first_s * 1e3:.0f} ms; most: {worst.name}",
         f"at most {MAX_FIRST:g}x",
         worst.first_ratio <= MAX_FIRST,
     )
-
-
-def _suspects(one: Seen, plain: Seen, before_mb: float) -> list[Case]:
-    """The requests that were in flight when others had to wait: the most suspicious of each kind first."""
-    max_gap_s = plain.longest_gap_s + MAX_HEALTH_S
-    max_first_s = MAX_FIRST * max(took for _, took in plain.firsts)
-    stalls = [(began, ended, excess) for began, ended, excess in one.stalls() if excess > MAX_HEALTH_S]
-    gaps = [(began, ended, ended - began) for began, ended in one.gaps if ended - began > max_gap_s]
-    firsts = [(began, began + took, took) for began, took in one.firsts if took > max_first_s]
-    large = [(at - 0.5, at, 1.0) for at, mb in one.memory.samples if mb > before_mb + MAX_GROWTH_MB][:1]
-    found: dict[Case, None] = {}
-    for incidents in (stalls, gaps, firsts, large):
-        scores: Counter[Case] = Counter()
-        for began_s, ended_s, excess_s in sorted(incidents, key=lambda each: -each[2])[:50]:
-            cases = one.during(began_s, ended_s)
-            for case in cases:
-                scores[case] += excess_s / len(cases)  # type: ignore[assignment]  # a score
-        found |= dict.fromkeys(case for case, _ in scores.most_common(_NUM_SUSPECTS))
-    return list(found)
-
-
-def _confirmed(place: Place, case: Case, key: str | None, took_s: float) -> str:
-    """What happens each time that this request alone is sent, four at a time, and not beside plain requests that are
-    sent in between; nothing where nobody notices. took_s: for its answer.
-    """
-    limit_s = max(_CONFIRM_S, 2.5 * took_s)
-    words: dict[str, str] = {}
-    for number in range(2):
-        place.server.wait_until_awake()
-        again = watched(place, [case] * 10_000, key, _SINGLE_S, limit_s)
-        plain = watched(place, [place.plain] * 10_000, ATTACKER, _SINGLE_S, _CONFIRM_S)
-        found = _offences(again, plain)
-        words = {kind: each for kind, each in found.items() if not number or kind in words}
-        if not words:
-            return ""
-    return ", ".join(words.values())
-
-
-def _offences(one: Seen, plain: Seen) -> dict[str, str]:
-    """What others noticed, by its kind, beyond what they notice of plain requests."""
-    found = {}
-    if (stall_s := one.recurring_stall_s) > MAX_HEALTH_S + plain.recurring_stall_s:
-        found["health"] = f"health {stall_s * 1e3:.0f} ms late"
-    gap_s = one.recurring_gap_s if one.gaps else CAP_S
-    if gap_s > MAX_HEALTH_S + plain.recurring_gap_s:
-        found["gap"] = f"gaps of {gap_s * 1e3:.0f} ms"
-    if one.first_s > MAX_FIRST * plain.first_s:
-        found["first"] = f"first token {one.first_s * 1e3:.0f} ms"
-    if one.memory.growth_mb > MAX_GROWTH_MB:
-        found["memory"] = f"+{one.memory.growth_mb:.0f} MB"
-    return found
+    longest = max(groups, key=lambda group: group.more_gap_s)
+    yield Row(
+        number,
+        "the same: the other key's longest gap, of each group",
+        f"{longest.more_gap_s * 1e3:+.0f} ms to {plain.gap_s * 1e3:.0f} ms beside plain requests; most: {longest.name}",
+        f"+{MAX_HEALTH_S * 1e3:.0f} ms",
+        longest.more_gap_s <= MAX_HEALTH_S,
+    )

@@ -15,15 +15,14 @@ from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Final
 
-from bench.attacks.exchange import connect, read_answer, request_bytes
 from bench.attacks.subject import Server, percentile
+from bench.bare_http import connect, read_answer, request_bytes
 
 MAX_HEALTH_S: Final = 0.05
 MAX_GROWTH_MB: Final = 64.0
 _EVERY_S: Final = 0.01
-Seen = tuple[list[float], list[float], int]
-"""When each answer was asked for (perf_counter), the seconds that it took, and how often the server refused or closed a
-connection."""
+Seen = tuple[list[float], int]
+"""The seconds that each answer took, and how often the server refused or closed a connection."""
 
 
 class Probe:
@@ -44,7 +43,7 @@ class Probe:
     def _run(self, port: int, reconnects: bool, timeout_s: float) -> None:
         request = request_bytes(port, "GET", "/health/live")
         connection: socket.socket | None = None
-        began_s, values, num_failures, pause_s = list[float](), list[float](), 0, 0.0
+        values, num_failures, pause_s = list[float](), 0, 0.0
         while not self._is_over.wait(pause_s):
             began, pause_s = time.perf_counter(), _EVERY_S
             try:
@@ -57,10 +56,9 @@ class Probe:
                 if not isinstance(error, TimeoutError):
                     num_failures += 1
                     continue
-            began_s.append(began)
             values.append(time.perf_counter() - began)
             connection = None if reconnects else connection
-        self._seen = began_s, values, num_failures
+        self._seen = values, num_failures
 
 
 class _Probers(BaseManager):
@@ -95,13 +93,10 @@ def _take_priority() -> None:
 
 @dataclass(slots=True)
 class Latency:
-    """Seconds that each GET /health/live took; a connection that was refused or closed is a failure. began_s: when each
-    was asked for, by perf_counter.
-    """
+    """Seconds that each GET /health/live took; a connection that was refused or closed is a failure."""
 
     values: list[float] = field(default_factory=list)
     num_failures: int = 0
-    began_s: list[float] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
@@ -125,7 +120,7 @@ def health_of(server: Server, *, reconnects: bool = False, timeout_s: float = 20
     try:
         yield latency
     finally:
-        latency.began_s, latency.values, latency.num_failures = probe.end()
+        latency.values, latency.num_failures = probe.end()
 
 
 @contextmanager
@@ -148,11 +143,10 @@ def repeatedly(act: Callable[[], object], every_s: float) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Memory:
-    """MB of a server before an attack, and the most during it. samples: (time by perf_counter, MB)."""
+    """MB of a server before an attack, and the most during it."""
 
     before_mb: float
     peak_mb: float
-    samples: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def growth_mb(self) -> float:
@@ -171,8 +165,7 @@ def memory_of(server: Server) -> Iterator[Memory]:
     memory = Memory(before := server.memory_mb(), before)
 
     def sample() -> None:
-        memory.samples.append((time.perf_counter(), server.memory_mb()))
-        memory.peak_mb = max(memory.peak_mb, memory.samples[-1][1])
+        memory.peak_mb = max(memory.peak_mb, server.memory_mb())
 
     with repeatedly(sample, 0.05):
         yield memory
