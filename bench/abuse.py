@@ -28,20 +28,26 @@ from bench.attacks.connections import (
     floods,
     large_answers,
     local_floods,
+    long_requests,
     trickled_requests,
     unread_answers,
     unread_texts,
 )
-from bench.attacks.drafts import draft_floods, large_trees, long_requests
 from bench.attacks.generated import generated_local, generated_requests
-from bench.attacks.local import greedy_texts
-from bench.attacks.local_hostile import local_hostile
+from bench.attacks.local import greedy_texts, local_hostile
 from bench.attacks.subject import Row, Subject
-from bench.attacks.texts import cascades, heavy_rules, large_verify_calls, largest_drafts, many_choices
+from bench.attacks.texts import (
+    cascades,
+    draft_floods,
+    heavy_rules,
+    large_trees,
+    large_verify_calls,
+    largest_drafts,
+    many_choices,
+)
 from bench.report import write_json
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 Attack = Callable[[Subject], Iterator[Row]]
 ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
@@ -79,8 +85,12 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the raw numbers here")] = None,
 ) -> None:
     """Runs every attack once."""
-    from bench.verifier import make_verifier  # attackers' processes import this module, and not the whole product
+    from bench.pairs import make_verifier  # attackers' processes import this module, and not the whole product
 
+    rows_there = {number for number, _ in ATTACKS}
+    if unknown := {*(only or ())} - rows_there:
+        there = ", ".join(map(str, sorted(rows_there)))
+        raise typer.BadParameter(f"there is no row {min(unknown)}; there are {there}", param_hint="--only")
     console = Console()
     options, start_s = (("--ray", "--replicas", "2"), 400.0) if ray else ((), 300.0)
     subject = Subject(make_verifier(engine, server), options, start_s)
@@ -97,21 +107,13 @@ def main(
             what = " ".join((attack.__doc__ or "").split(". ")[0].split())
             found.append(Row(str(number), what, f"{type(error).__name__}: {error}", "", None))
         for row in found:
-            console.print(f"{VERDICTS[row.is_met]} {row.number}. {escape(row.what)}: {escape(row.measured)}")
+            words = escape(f"{row.number}. {row.what}: {row.measured}; limit: {row.limit}")
+            console.print(f"{VERDICTS[row.is_met]} {words}")
         console.print(f"[dim]{attack.__name__}: {time.monotonic() - began_s:.0f} s[/dim]")
         rows += found
-    console.print(as_table(rows))
     write_json(json_path, {"rows": [asdict(row) for row in rows]})
     if not rows or not all(row.is_met for row in rows):
         raise typer.Exit(1)
-
-
-def as_table(rows: list[Row]) -> Table:
-    """The rows as a table."""
-    table = Table("row", "what", "measured", "limit", "met", title="abuse", show_lines=True)
-    for row in rows:
-        table.add_row(row.number, escape(row.what), escape(row.measured), escape(row.limit), VERDICTS[row.is_met])
-    return table
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Written:
     """One text. arrival_s: seconds from the start to each token, as `GenerationResult` has it. draft_s: of all
-    `num_drafted` draft calls.
+    `num_drafted` draft calls, where it is measured.
     """
 
     tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ class Written:
     num_passes: int
     num_drafted: int
     num_accepted: int
-    draft_s: float
+    draft_s: float = 0.0
 
 
 Opener = Callable[[], tuple[BatchRuntime, SequenceRuntime, int]]

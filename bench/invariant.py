@@ -27,12 +27,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
+from bench.pairs import VERIFIER_OPTIONS, Verifier, verifier_of
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
 from bench.processes import engine_counts
 from bench.report import TO_JSON, figures_table, option, parser, write_json
-from bench.verifier import VERIFIER_OPTIONS, Verifier, verifier_of
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.cloud.engine.config import TreeForm
 from outrider.edge.devices.placement import DraftChoice
@@ -137,9 +136,7 @@ def make_grammar_requests(
     return requests
 
 
-def measure(
-    lab: Lab, options: argparse.Namespace, console: Console, verifier: Verifier | None = None
-) -> dict[str, dict[str, Count]]:
+def measure(lab: Lab, options: argparse.Namespace, verifier: Verifier | None = None) -> dict[str, dict[str, Count]]:
     """Counts by sampling and mode."""
     manifest = lab.target.manifest
     counts: dict[str, dict[str, Count]] = {}
@@ -150,23 +147,16 @@ def measure(
         for _ in range(options.workers - 1):
             drafter = open_drafter(lab.draft, lab.choice, num_threads=1, target=lab.tokenizer).drafter
             drafters.append(stack.enter_context(closing(drafter)))
-        progress = stack.enter_context(Progress(console=console, transient=True))
-        total = len(SAMPLINGS) * (1 + len(MODES)) * options.prompts
-        task = progress.add_task("", total=total)
         for sampling, params in SAMPLINGS.items():
             if sampling == GRAMMAR:
                 requests = make_grammar_requests(lab, params, options.prompts, options.max_tokens)
             else:
                 rules = RULES.get(sampling, PLAIN)
                 requests = make_requests(lab, params, options.prompts, options.max_tokens, rules)
-            progress.update(task, description=f"{sampling}, target only")
-            expected = plain_texts(runtime, requests, lambda: progress.advance(task))
+            expected = plain_texts(runtime, requests)
             counts[sampling] = {}
             for mode in MODES:
-                progress.update(task, description=f"{sampling}, {mode}")
-                generating = generate_all(
-                    mode, lab.url, drafters, manifest.architecture.vocab_size, requests, lambda: progress.advance(task)
-                )
+                generating = generate_all(mode, lab.url, drafters, manifest.architecture.vocab_size, requests)
                 counts[sampling][mode] = count(runtime, requests, expected, asyncio.run(generating))
     return counts
 
@@ -267,7 +257,7 @@ def main() -> int:
     choice = DraftChoice(emulate_npu=options.emulate_npu)
     with open_lab(options.target or pair.target, draft, choice, cloud_options, verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
-        counts = measure(lab, options, console, verifier)
+        counts = measure(lab, options, verifier)
         engine = engine_counts(lab.url, "preempted", "prefix_hit_tokens", "tree_steps", "hits")
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")
     is_held = show(console, counts)

@@ -118,7 +118,6 @@ async def generate_all(
     drafters: Sequence[Drafter],
     vocab_size: int,
     requests: Sequence[GenerationRequest],
-    on_result: Callable[[], None] = lambda: None,
 ) -> list[GenerationResult]:
     """Runs all requests in `mode`, one per drafter at a time; results in the requests' order."""
     results: dict[int, GenerationResult] = {}
@@ -135,7 +134,6 @@ async def generate_all(
                         await agent.generate(request)
                     cut_next(index)
                     results[index] = await agent.generate(request)
-                    on_result()
 
     async with asyncio.TaskGroup() as workers:
         for drafter in drafters:

@@ -36,7 +36,6 @@ from bench.load_devices import Device, Recorded, Session, run_sessions
 from bench.pairs import BUNDLE_OPTIONS, make_requests, pair_of
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from outrider.edge.drafting.drafter import ModelDrafter
@@ -169,22 +168,18 @@ class Subject:
         return sum(each.num_drafted for each in self.recorded)
 
 
-def measure(
-    subject: Subject, counts: Sequence[int], modes: Sequence[str], num_runs: int, progress: Progress
-) -> tuple[Cells, int]:
+def measure(subject: Subject, counts: Sequence[int], modes: Sequence[str], num_runs: int) -> tuple[Cells, int]:
     """All modes in turn at each number of sessions, after a run of each that warms up (and drafts what was not
     recorded). Also returns how many guesses were drafted while the clock ran.
     """
     subject.record()
     cells = {count: {mode: Cell() for mode in modes} for count in counts}
     num_late = 0
-    task = progress.add_task("runs", total=(num_runs + 1) * len(counts) * len(modes))
     for index in range(num_runs + 1):
         for count in counts:
             for mode in modes if index % 2 else reversed(modes):
                 before = subject.num_drafted
                 sessions = subject.run(mode, count)
-                progress.advance(task)
                 if not index:
                     continue
                 num_late += subject.num_drafted - before
@@ -269,8 +264,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """The command."""
     options = options_of(given)
     console = Console(width=120)
-    with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
-        cells, num_late = measure(subject, options.sessions, options.modes, options.runs, progress)
+    with open_subject(options) as subject:
+        cells, num_late = measure(subject, options.sessions, options.modes, options.runs)
     step = f"{options.emulate[0]:g} ms a step, {options.emulate[1]:g} ms a token more" if options.emulate else ""
     target = f"target: {options.target}" if options.target else f"target of {options.widen:g} MB, FP32, one core"
     console.print(as_table(cells, step or target))

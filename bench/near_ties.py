@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from bench.report import option, parser
@@ -24,12 +23,10 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
-from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import load_prompts
+from outrider.reference import load_prompts, target_dir
 
-TARGET: Final = Path(__file__).parents[1] / "reference" / "outrider" / REFERENCE / "target"
 SAMPLINGS: Final = {
     "greedy": SamplingParams(),
     "temperature 0.8": SamplingParams(temperature=0.8),
@@ -73,7 +70,7 @@ def main() -> int:
     set_environment(0, is_v2=is_v2, is_bitwise=is_bitwise)
     arguments = engine_arguments(
         options,
-        str(TARGET),
+        str(target_dir()),
         is_v2=is_v2,
         max_running=MAX_RUNNING,
         step_tokens=512,
@@ -81,7 +78,7 @@ def main() -> int:
         shares_prefixes=False,
         drain_s=1.0,
     )
-    tokenizer = Tokenizer.from_dir(TARGET)
+    tokenizer = Tokenizer.from_dir(target_dir())
     prompts = [tuple(tokenizer.encode(p.text, add_special_tokens=False)) for p in load_prompts(given.prompts)]
     engine = VllmEngine(VllmConfig(arguments=arguments, max_running=MAX_RUNNING, max_draft=options.max_draft))
     try:

@@ -17,13 +17,14 @@ The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no tur
 A peer that fails is named with its error, and with the command that shows it. No target keeps prompts from text to
 text. Tokens/s are medians of the runs, from the request to the last token; the times between tokens are of all runs, 0
 where tokens come together. Time per token is `passes per token` times `ms per pass`. `accepted` is a share of drafted
-positions, of which a tree has many that cannot all be right; `draft ms` is the time of one, where the peer says it.
-`MB` is the sum of the most that each process had (Linux); of this one, which drafts for our modes, only what it grew
-by: compare copies of the target, no tens of MB. `own text` counts texts that are those of the
-same target alone with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target:
-a text of another distribution has less.
+positions, of which a tree has many that cannot all be right. `MB` is the sum of the most that each process had (Linux);
+one number for our modes, whose processes are the same. `own text` counts texts that are those of the same target alone
+with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target: a text of another
+distribution has less.
 
---served measures what the local hop costs (`bench.served`): cloud-only, stream and served, and peers that are named.
+--served measures what the local hop costs: cloud-only, stream and served, and peers that are named. The endpoint runs
+on the agent's cores with a draft of its own, over a network of its own. Each run has prompts of its own, so no draft
+finds its prompt in its cache. All three make text as tokens come; each piece of a served text counts as a pass.
 Exits 1 where served is under 0.98 of stream or 0.97 of cloud-only, or where a text is not the same in all three.
 
 Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
@@ -44,7 +45,9 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -54,29 +57,83 @@ from statistics import fmean, median
 from typing import Any
 
 import psutil
+from bench.bare_http import complete
 from bench.beside import Written
-from bench.pairs import PAIR_OPTIONS, make_requests, open_pair, pair_of
+from bench.pairs import PAIR_OPTIONS, make_requests, open_pair, pair_of, safetensors_target, verifier_of
 from bench.peer_drafts import KINDS
 from bench.peer_engines import HUGE_PAGES
 from bench.peer_processes import PeerFailed, PeerProcess, peak_mb, prepare
-from bench.report import TO_JSON, figures_table, option, parser, verdict
+from bench.processes import endpoint_arguments
+from bench.report import TO_JSON, figures_table, median_ratio, option, parser, verdict
 from bench.round_trips import Subject
-from bench.served import SERVED, Said, Text, Write, open_endpoint
-from bench.verifier import safetensors_target, verifier_of
 from rich.console import Console
 from rich.table import Table
 
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, three_modes
+from outrider.edge.lab.child_process import child_process
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, network, three_modes
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.results import GenerationRequest
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.http.answer_text import TextAssembler, TextStyle
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.reference import target_dir
 
 OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED, OF_STREAM, OF_CLOUD_ONLY = 0.98, 1.0, 1.3, 0.98, 0.97
 PLAIN, LOOKUP = "plain", "openvino_lookup"
 _WIDE_GAPS = (50, 95, 99)
+SERVED = "served"
+Text = GenerationResult | Written
+Write = Callable[[GenerationRequest], Awaitable[Text]]
+Said = defaultdict[GenerationRequest, set[str]]
+"""What the ways wrote on each request. The endpoint brings text, so texts are compared, not tokens."""
+
+
+def open_endpoint(
+    modes: Mapping[str, Agent], draft: Path, subject: Subject, rtt_ms: float, said: Said, stack: ExitStack
+) -> dict[str, tuple[Write, str]]:
+    """The ways for `bench.one_machine`, which add their texts to `said`; with whose tokens their own are compared."""
+    tokenizer, cores = Tokenizer.from_dir(target_dir()), subject.cores.agent
+    cloud = stack.enter_context(network(subject.url, rtt_ms, cores))
+    command = ["-m", "outrider.edge.cli", *endpoint_arguments(draft, [cloud])]
+    url = stack.enter_context(child_process(command, ready_prefix=READY_PREFIX, cores=cores))
+    ours = {name: (aloud(modes[name], tokenizer, said), CLOUD_ONLY) for name in (CLOUD_ONLY, STREAM)}
+    return {**ours, SERVED: (over_http(url, tokenizer, said), "")}
+
+
+def aloud(agent: Agent, tokenizer: Tokenizer, said: Said) -> Write:
+    """The agent, whose commits become text as they arrive, as `outrider run` and the endpoint make it."""
+
+    async def write(request: GenerationRequest) -> GenerationResult:
+        assembler, pieces = TextAssembler(tokenizer.detokenizer(context=request.prompt), TextStyle()), list[str]()
+        found = await agent.generate(request, lambda batch: pieces.append(assembler.push(batch.tokens)))
+        said[request].add("".join(pieces) + assembler.finish())
+        return found
+
+    return write
+
+
+def over_http(url: str, tokenizer: Tokenizer, said: Said) -> Write:
+    """A streamed completion of the endpoint. Its tokens are counted, not known."""
+
+    async def write(request: GenerationRequest) -> Written:
+        body = {
+            "prompt": tokenizer.decode(request.prompt),
+            "max_tokens": request.max_tokens,
+            "temperature": request.params.temperature,
+            "seed": request.params.seed,
+            "ignore_eos": True,
+        }
+        found = await complete(url, body, time.perf_counter())
+        said[request].add("".join(found.pieces))
+        num_passes, last_s = len(found.pieces), found.arrival_s[-1:]
+        num_more = request.max_tokens - num_passes  # tokens that came together with others
+        return Written((), (*found.arrival_s, *last_s * num_more), num_passes, 0, num_more)
+
+    return write
 
 
 @dataclass(slots=True)
@@ -98,11 +155,6 @@ class Found:
         return [sum(len(text.arrival_s) for text in run) / sum(text.arrival_s[-1] for text in run) for run in self.runs]
 
     @property
-    def rate(self) -> float:
-        """Median of the runs."""
-        return median(self.rates)
-
-    @property
     def tokens(self) -> list[tuple[int, ...]]:
         """Of the texts of all runs."""
         return [text.tokens for text in self.texts]
@@ -112,7 +164,7 @@ class Found:
         """For the table and the document."""
         texts, num_tokens = self.texts, sum(len(text.arrival_s) for text in self.texts)
         num_passes = sum(text.num_passes for text in texts)
-        drafted, draft_s = sum(text.num_drafted for text in texts), sum(_draft_s(text) for text in texts)
+        drafted = sum(text.num_drafted for text in texts)
         return {
             "rates": self.rates,
             "first_ms": 1e3 * median(text.arrival_s[0] for text in texts),
@@ -120,13 +172,8 @@ class Found:
             "passes": num_passes / num_tokens,
             "pass_ms": 1e3 * sum(text.arrival_s[-1] for text in texts) / num_passes,
             "accepted": sum(text.num_accepted for text in texts) / drafted if drafted else None,
-            "draft_ms": 1e3 * draft_s / drafted if draft_s and drafted else None,
             "peak_mb": self.peak_mb,
         }
-
-
-def _draft_s(text: Text) -> float:
-    return text.draft_s if isinstance(text, Written) else 0.0
 
 
 def gaps_ms(arrivals: Sequence[Sequence[float]]) -> dict[int, float]:
@@ -150,7 +197,7 @@ async def compare(
             return [await ways[name][0](request)]
         except PeerFailed as error:
             failed[name] = str(error)
-            del found[name]
+            found.pop(name, None)
             return []
 
     for name, request in product(list(found), warming):
@@ -245,21 +292,20 @@ def likelihoods(target: Path, requests: Sequence[GenerationRequest], found: Mapp
     return {name: fmean(map(likelihood, cycle(requests), each.tokens)) for name, each in found.items()}
 
 
-def as_table(figures: Mapping[str, Mapping[str, Any]], stream: float) -> Table:
+def as_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each way."""
     names = ("tokens/s", "of stream", "first ms", "p50 ms", "p95 ms", "p99 ms", "passes per token", "ms per pass")
-    table = figures_table("", "way", *names, "accepted", "draft ms", "MB", "own text", "nats", left=("way",))
+    table = figures_table("", "way", *names, "accepted", "MB", "own text", "nats", left=("way",))
     for name, each in figures.items():
-        rate = median(each["rates"])
         table.add_row(
             name,
-            f"{rate:.1f}",
-            f"{rate / stream:.2f}",
+            f"{median(each['rates']):.1f}",
+            f"{median_ratio(each['rates'], figures[STREAM]['rates']):.2f}",
             f"{each['first_ms']:.0f}",
             *(f"{gap_ms:.1f}" for gap_ms in each["gaps_ms"].values()),
             f"{each['passes']:.2f}",
             f"{each['pass_ms']:.1f}",
-            *("" if each[key] is None else f"{each[key]:.2f}" for key in ("accepted", "draft_ms")),
+            "" if each["accepted"] is None else f"{each['accepted']:.2f}",
             f"{each['peak_mb']:.0f}",
             each["own_text"],
             "" if each["nats"] is None else f"{each['nats']:.2f}",
@@ -305,8 +351,7 @@ def main(given: Sequence[str] | None = None) -> int:
         name: {**each.figures, "own_text": own_text(each, found), "nats": chances.get(name)}
         for name, each in found.items()
     }
-    stream = found[STREAM]
-    console.print(as_table(figures, stream.rate))
+    console.print(as_table(figures))
     if failed:
         arguments = sys.argv[1:] if given is None else given
         console.print(f"Failed in `python -m bench.one_machine {' '.join(arguments)}`:", highlight=False)
@@ -323,14 +368,14 @@ def main(given: Sequence[str] | None = None) -> int:
     missed = [
         f"{name} has {ratio:.3f} of {other}; expected at least {goal:g}"
         for name, other, goal in goals
-        if (ratio := median(a / b for a, b in zip(found[name].rates, found[other].rates, strict=True))) < goal
+        if (ratio := median_ratio(found[name].rates, found[other].rates)) < goal
     ]
     missed += [f"a text is not the same in all ways: {texts}" for texts in said.values() if len(texts) > 1]
     if not sampled:
         missed += [
             f"{name}: texts differ from stream's"
             for name, each in found.items()
-            if name != SERVED and each.tokens != stream.tokens
+            if name != SERVED and each.tokens != found[STREAM].tokens
         ]
     missed += [
         f"{kind}: no way with drafts runs"

@@ -1,6 +1,6 @@
 """Runs the benches behind docs/results.md, and writes the page, its plot and README's table from their figures.
 
-    make bench                       # python -m bench.page: 29 minutes on two cores of a Xeon
+    make bench                       # python -m bench.page: under 20 minutes on two cores of a Xeon
     make bench-full                  # python -m bench.page --full: some hours; goes on where it was ended
     python -m bench.page --draw      # the page again, from docs/results.json
 
@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final
 
 import matplotlib
 import typer
-from bench.report import machine
+from bench.report import machine, median_ratio
 
 from outrider.export.report.card_plots import COLOURS, GREY, INK, drawing
 
@@ -45,6 +45,9 @@ _NAMES: Final = {
     "tree": "Outrider",
     "tree_always_wrong": "every guess wrong",
 }
+_CHANGED: Final = ("git", "diff", "--name-only", "HEAD", "--")
+_WRITTEN: Final = (":!docs/results*", ":!README.md", ":!docs/images")
+"""What this command writes, which is no part of what it measures."""
 _NOT_DRAWN: Final = ("computed", "tree_over_beside", "shares")
 
 
@@ -64,36 +67,40 @@ class Part:
 PARTS: Final = (
     Part(
         "round trips",
-        (
-            "bench.never_slower",
-            *("--widen", "700", "--runs", "3", "--prompts", "2", "--max-tokens", "64"),
-        ),
+        ("bench.never_slower", "--widen", "350", "--runs", "3", "--prompts", "2", "--max-tokens", "64"),
         ("--widen", "1450", "--runs", "25", "--prompts", "8"),
     ),
     Part(
         "one machine, greedy",
-        ("bench.one_machine", "--peers", "openvino_genai", "--others-drafted", "8", "--prompts", "3"),
+        ("bench.one_machine", "--peers", "openvino_genai", "--others-drafted", "8", "--prompts", "2"),
         ("--runs", "9", "--prompts", "12"),
     ),
     Part(
         "one machine, sampled",
         (
             *("bench.one_machine", "--temperature", "0.8", "--peers", "openvino_genai", "openvino_lookup"),
-            *("--drafted", "8", "--others-drafted", "8", "--prompts", "3"),
+            *("--drafted", "8", "--others-drafted", "8", "--prompts", "2"),
         ),
         (
             *("--peers", "openvino_genai", "openvino_lookup", "transformers"),
             *("--others-drafted", "3", "5", "8", "12", "--runs", "9", "--prompts", "12"),
         ),
     ),
-    Part("sessions", ("bench.load", "--emulate", "40", "0.3"), ("--runs", "15")),
-    Part("engine", ("bench.peers", "--only", "engine", "--runs", "3"), ("--runs", "15")),
+    Part("sessions", ("bench.load", "--emulate", "40", "0.3", "--runs", "2"), ("--runs", "15")),
+    Part(
+        "engine",
+        ("bench.peers", "--only", "engine", "--widen", "350", "--runs", "3"),
+        ("--widen", "1200", "--runs", "15"),
+    ),
 )
 
 
 def measure(*, is_full: bool) -> dict[str, Any]:
     """Runs what is not kept of this commit; returns the document of docs/results.json."""
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run([*_CHANGED, *_WRITTEN], cwd=ROOT, capture_output=True, text=True, check=True)
+    if changed.stdout:
+        raise SystemExit(f"figures are kept by commit, so commit first what git diff shows:\n{changed.stdout.rstrip()}")
     place = KEPT / f"{commit.stdout.strip()}-{'full' if is_full else 'quick'}"
     place.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Any] = {}
@@ -103,6 +110,7 @@ def measure(*, is_full: bool) -> dict[str, Any]:
             print(f"{number} of {len(PARTS)}: python {' '.join(command)}", flush=True)
             began_s = time.monotonic()
             found = kept.with_suffix(".part")
+            found.unlink(missing_ok=True)  # of a run that was ended
             done = subprocess.run([sys.executable, *command, "--json", str(found)], cwd=ROOT, check=False)
             if not found.is_file():
                 raise SystemExit(f"python {' '.join(command)} ended with {done.returncode} and no figures")
@@ -210,7 +218,8 @@ def page(results: dict[str, Any]) -> str:
         "fixed depths and of depths by gaps.",
         _of("round trips", results),
         "## On one machine",
-        "Draft and target share all cores, as a person who tries it has them. Tokens/s, medians.",
+        "Draft and target share all cores, as a person who tries it has them. Tokens/s, medians; ratios are medians of "
+        "the runs' ratios.",
         *(line for name in ("greedy", "sampled") for line in _one_machine(f"one machine, {name}", results)),
         "## By sessions",
         "Steps of 40 ms and 0.3 ms for each further token, as a large model's on a GPU; no network, and devices whose "
@@ -241,13 +250,13 @@ def _sentences(results: dict[str, Any]) -> list[str]:
     ]
     sessions = results["parts"]["sessions"]["figures"]
     counts, at = list(sessions["sessions"]), sessions["crossover_sessions"]["auto"]
-    where = f"up to {at:.0f} of {counts[-1]}" if at else f"at all of {counts[0]} to {counts[-1]}"
+    where = f"up to {at:.0f} of {counts[-1]}" if at is not None else f"at all of {counts[0]} to {counts[-1]}"
     found.append(f"* With many sessions on one verifier, at steps of 40 ms, it pays {where}.")
     for kind in ("greedy", "sampled"):
-        ways = _rates(results["parts"][f"one machine, {kind}"]["figures"])
-        stream = ways.pop("stream")
-        name = max(ways, key=lambda way: ways[way])
-        found.append(f"* On one machine, {kind}: {stream / ways[name]:.2f} of the best other way, {name}.")
+        ways = _stream_over(results["parts"][f"one machine, {kind}"]["figures"])
+        ways.pop("stream")
+        name = min(ways, key=lambda way: ways[way])
+        found.append(f"* On one machine, {kind}: {ways[name]:.2f} of the best other way, {name}.")
     return found
 
 
@@ -257,18 +266,20 @@ def _beside(results: dict[str, Any]) -> float:
     return float(max(median(ratios) for ratios in speeds.values()))
 
 
-def _rates(figures: dict[str, Any]) -> dict[str, float]:
-    return {name: median(each["rates"]) for name, each in figures["ways"].items()}
+def _stream_over(figures: dict[str, Any]) -> dict[str, float]:
+    """Of each way: the median of the runs' ratios."""
+    ways = figures["ways"]
+    return {name: median_ratio(ways["stream"]["rates"], each["rates"]) for name, each in ways.items()}
 
 
 def _one_machine(name: str, results: dict[str, Any]) -> list[str]:
     figures = results["parts"][name]["figures"]
-    ways = _rates(figures)
-    rows = [[way, f"{rate:.1f}", f"{ways['stream'] / rate:.2f}"] for way, rate in ways.items()]
+    ways, over = figures["ways"], _stream_over(figures)
+    rows = [[way, f"{median(each['rates']):.1f}", f"{over[way]:.2f}"] for way, each in ways.items()]
     head, likely = [name.split(", ")[1], "tokens/s", "stream over it"], ""
-    if all(each["nats"] is not None for each in figures["ways"].values()):  # it samples
+    if all(each["nats"] is not None for each in ways.values()):  # it samples
         head.append("nats")
-        rows = [[*row, f"{each['nats']:.2f}"] for row, each in zip(rows, figures["ways"].values(), strict=True)]
+        rows = [[*row, f"{each['nats']:.2f}"] for row, each in zip(rows, ways.values(), strict=True)]
         likely = (
             "*nats*: the mean log-probability of a token under the target: a text of another distribution has less."
         )

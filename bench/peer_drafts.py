@@ -26,7 +26,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -70,12 +69,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one text; the prompt's pass counts as one. draft_s: in the draft, 0 where the engine does not say."""
+    """Of one text; the prompt's pass counts as one."""
 
     num_passes: int
     num_drafted: int
     num_accepted: int
-    draft_s: float = 0.0
 
 
 Emit = Callable[[Sequence[int]], None]
@@ -129,8 +127,7 @@ def openvino_genai(peer: Peer, stack: ExitStack, *, looks_up: bool = False) -> W
         if figures is None:  # no draft: it counts neither lookup's guesses nor its passes
             return Counts(streamer.num_calls, 0, len(found.tokens[0]) - streamer.num_calls)
         num_passes = len(figures.main_model_metrics.raw_metrics.m_durations)
-        draft_s = figures.draft_model_metrics.get_inference_duration().mean / 1e3
-        return Counts(num_passes, figures.get_num_draft_tokens(), figures.get_num_accepted_tokens(), draft_s)
+        return Counts(num_passes, figures.get_num_draft_tokens(), figures.get_num_accepted_tokens())
 
     return write
 
@@ -146,20 +143,15 @@ def transformers(peer: Peer, stack: ExitStack) -> Write:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(peer.threads)
-    num_calls, draft_s = [0, 0], [0.0, 0.0]
+    num_calls = [0, 0]
     models = []
     for index, place in enumerate((peer.target, peer.draft) if peer.drafted else (peer.target,)):
         model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, local_files_only=True)
 
         def before(*_: Any, index: int = index) -> None:
             num_calls[index] += 1
-            draft_s[index] -= time.perf_counter()
-
-        def after(*_: Any, index: int = index) -> None:
-            draft_s[index] += time.perf_counter()
 
         model.register_forward_pre_hook(before)
-        model.register_forward_hook(after)
         models.append(model)
 
     class Streamer:
@@ -182,7 +174,7 @@ def transformers(peer: Peer, stack: ExitStack) -> Write:
         if peer.drafted:
             models[1].generation_config.num_assistant_tokens = peer.drafted
             more["assistant_model"] = models[1]
-        num_calls[:], draft_s[:] = [0, 0], [0.0, 0.0]
+        num_calls[:] = [0, 0]
         ids = torch.tensor([asked.prompt])
         with torch.inference_mode():
             models[0].generate(
@@ -193,7 +185,7 @@ def transformers(peer: Peer, stack: ExitStack) -> Write:
                 streamer=Streamer(emit),
                 **more,
             )
-        return Counts(num_calls[0], num_calls[1], asked.max_tokens - num_calls[0], draft_s[1])
+        return Counts(num_calls[0], num_calls[1], asked.max_tokens - num_calls[0])
 
     return write
 
@@ -233,7 +225,7 @@ def onnxruntime_genai(peer: Peer, stack: ExitStack) -> Write:
             return Counts(asked.max_tokens, 0, 0)
         figures = generator.get_speculative_stats()
         proposed, accepted = figures["draft_tokens_proposed"], figures["draft_tokens_accepted"]
-        return Counts(1 + figures["target_forward_passes"], proposed, accepted, figures["total_draft_ms"] / 1e3)
+        return Counts(1 + figures["target_forward_passes"], proposed, accepted)
 
     return write
 

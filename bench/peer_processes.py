@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 import psutil
 from bench.beside import Written
+from bench.pairs import Verifier, safetensors_target
 from bench.peer_drafts import LLAMA_SERVER, Asked
 from bench.processes import Program, source_path, started
-from bench.verifier import Verifier, safetensors_target
 from filelock import FileLock
 
 from outrider.edge.lab.cores import CorePlan

@@ -19,27 +19,30 @@ differently.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
+from bench.bare_http import Completion, complete
+from bench.pairs import safetensors_target
 from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch, Done, Run, embedded, openvino_genai
-from bench.peer_servers import open_servers
-from bench.processes import Remote, remote, turn_of
-from bench.report import TO_JSON, option, parser, verdict
+from bench.processes import Remote, end_group, free_port, is_healthy, remote, source_path, start_group, turn_of
+from bench.report import TO_JSON, median_ratio, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
 
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.export.source.widen import widen
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
@@ -47,6 +50,89 @@ from outrider.reference import load_prompts, target_dir
 LEAST: Final = 0.95
 CONTEXT: Final = 96
 OURS, PEER = "ours", "peer"
+MODEL: Final = "target"
+MAX_RUNNING: Final = 16
+
+
+def done_of(texts: Sequence[Completion]) -> Done:
+    """Of a batch. A text's tokens are spread evenly over its pieces."""
+    begun_s = max(each.arrival_s[0] for each in texts)
+    before = (each.num_tokens * sum(at <= begun_s for at in each.arrival_s) / len(each.arrival_s) for each in texts)
+    took_s, num_tokens = max(each.arrival_s[-1] for each in texts), sum(each.num_tokens for each in texts)
+    return Done(tuple("".join(each.pieces) for each in texts), num_tokens, took_s, begun_s, sum(before))
+
+
+@contextmanager
+def _serving(arguments: Sequence[str], log: Path, more: Mapping[str, str], health: str) -> Iterator[Run]:
+    """A server in a process group of its own, stopped while it has no turn. health: answers 200 once it is ready.
+
+    Raises RuntimeUnavailable with its last lines where it ends before that.
+    """
+    port, environment = free_port(), {**os.environ, **more}
+    with log.open("w") as lines:
+        nothing, err = subprocess.DEVNULL, subprocess.STDOUT
+        command = [*arguments, "--port", str(port)]
+        process = start_group(command, env=environment, stdin=nothing, stdout=lines, stderr=err)
+
+    async def stream_all(batch: Batch) -> Done:
+        began_s = time.perf_counter()
+        url = f"http://127.0.0.1:{port}"
+        streams = (complete(url, _body(prompt, batch.max_tokens), began_s) for prompt in batch.prompts)
+        return done_of(await asyncio.gather(*streams))
+
+    def run(batch: Batch) -> Done:
+        with turn_of(process.pid):
+            return asyncio.run(stream_all(batch))
+
+    try:
+        if not is_healthy(f"http://127.0.0.1:{port}{health}", process):
+            said = log.read_text(errors="replace")[-1500:]
+            raise RuntimeUnavailable(f"`{' '.join(command[1:4])}` did not start: {said}")
+        with turn_of(process.pid):
+            pass  # so that it is stopped
+        yield run
+    finally:
+        end_group(process)
+
+
+@contextmanager
+def open_servers(
+    python: str, target: Path, place: Path, threads: int, kv_cache_mb: int, is_eager: bool
+) -> Iterator[tuple[Run, Run]]:
+    """vLLM behind our API, and vLLM's own server, on all cores, with `threads` for the model.
+
+    The server's own options stay at their defaults: ours runs steps in turn, vLLM's may schedule ahead.
+    """
+    more = {
+        "PYTHONPATH": source_path(),
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as ours sets it: or vLLM's own server ties them to a core
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    ours = [python, "-m", "outrider.cloud.server", "serve", str(target), "--engine", "vllm", "--name", MODEL]
+    ours += ["--threads", str(threads), "--max-running", str(MAX_RUNNING)]
+    ours += ["--kv-cache-mb", str(kv_cache_mb), "--no-share-prefixes", "--no-lookup", "--drain-s", "0"]
+    ours += ["--vllm-option", "dtype=float32", *(["--vllm-option", "enforce_eager=true"] if is_eager else [])]
+    peer = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", MODEL]
+    peer += ["--host", "127.0.0.1", "--dtype", "float32", "--max-num-seqs", str(MAX_RUNNING)]
+    peer += ["--max-num-batched-tokens", str(STEP_TOKENS), "--kv-cache-memory-bytes", str(kv_cache_mb << 20)]
+    peer += ["--no-enable-prefix-caching", *(["--enforce-eager"] if is_eager else [])]
+    with (
+        _serving(ours, place / "ours.log", more, "/health/ready") as first,
+        _serving(peer, place / "peer.log", more, "/health") as second,
+    ):
+        yield first, second
+
+
+def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +150,12 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """Median of the runs' ratios, prompts included."""
-        return median(a / b for a, b in zip(self.ours, self.peer, strict=True))
+        return median_ratio(self.ours, self.peer)
 
     @property
     def decode_ratio(self) -> float:
         """The same for decoding alone."""
-        return median(a / b for a, b in zip(self.ours_decode, self.peer_decode, strict=True))
+        return median_ratio(self.ours_decode, self.peer_decode)
 
     @property
     def misses(self) -> list[str]:
@@ -176,18 +262,16 @@ def main(given: Sequence[str] | None = None) -> int:
         with open_engines(target, options.threads, options.kv_blocks) as (ours, peer):
             comparisons.append(compare("our engine / openvino_genai", ours, peer, batch, options.runs))
     if options.only != "engine" and options.vllm_python:
-        with tempfile.TemporaryDirectory() as place:
-            model = target_dir()
-            if options.widen:
-                model = Path(place) / "model"
-                widen(target_dir(), model, options.widen)
-            kv_cache_mb = 256
-            with open_servers(
-                options.vllm_python, model, Path(place), options.threads, kv_cache_mb, not options.compiled
-            ) as (ours_server, peer_server):
-                comparisons.append(
-                    compare("vLLM behind our API / vLLM's own", ours_server, peer_server, batch, options.runs)
-                )
+        target, kv_cache_mb = safetensors_target(options.widen or None), 256
+        with (
+            tempfile.TemporaryDirectory() as place,
+            open_servers(
+                options.vllm_python, target, Path(place), options.threads, kv_cache_mb, not options.compiled
+            ) as (ours_server, peer_server),
+        ):
+            comparisons.append(
+                compare("vLLM behind our API / vLLM's own", ours_server, peer_server, batch, options.runs)
+            )
     console.print(as_table(comparisons))
     misses = [miss for each in comparisons for miss in each.misses]
     document = {

@@ -7,7 +7,7 @@ consequence of batching (a batch of another shape adds in another order), anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -40,9 +40,7 @@ class PlainModel(Protocol):
         """Releases the model."""
 
 
-def plain_texts(
-    runtime: PlainModel, requests: Sequence[GenerationRequest], on_text: Callable[[], None] = lambda: None
-) -> list[tuple[int, ...]]:
+def plain_texts(runtime: PlainModel, requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
     """The target's own text for each request, up to `stop_ids` and `max_tokens`."""
     texts: list[tuple[int, ...]] = []
     for request in requests:
@@ -59,7 +57,6 @@ def plain_texts(
             if request.stop_ids and tokens[-1] in request.stop_ids:
                 break
         texts.append(tuple(tokens[len(request.prompt) :]))
-        on_text()
     return texts
 
 

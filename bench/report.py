@@ -9,6 +9,7 @@ import platform
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from rich.console import Console
@@ -55,6 +56,11 @@ def verdict(console: Console, missed: Sequence[str], path: Path | None, document
         console.print(miss, style="red", highlight=False)
     write_json(path, {**document, "misses": missed})
     return 1 if missed else 0
+
+
+def median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Of the runs' ratios: of rates that were measured in turn."""
+    return median(a / b for a, b in zip(ours, others, strict=True))
 
 
 def _version(name: str) -> str | None:

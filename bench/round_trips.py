@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -257,7 +257,6 @@ async def measure(
     rtts_ms: Sequence[float],
     requests: Sequence[GenerationRequest],
     num_runs: int,
-    on_run: Callable[[], None] = lambda: None,
     left_out: Collection[str] = (),
 ) -> Measured:
     """The same texts in every run, all modes interleaved; a run visits every round trip.
@@ -278,7 +277,6 @@ async def measure(
             plain = []
             for place in places:
                 plain = await run_once(place, requests, subject, index)
-                on_run()
             if yardstick is not None:
                 yardstick.compare(fmean(place.cells[CLOUD_ONLY].rates[-1] for place in places))
                 pairs = chain.from_iterable(zip(texts, plain, strict=True) for texts in written)

@@ -47,7 +47,6 @@ from bench.report import parser
 from bench.virtual_replica import RankedDraft
 from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, Text, Verifier
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.cloud.engine import Policy
 from outrider.edge.drafting.depth import CostModelDepth
@@ -217,8 +216,8 @@ def compare_load(given: Sequence[str], console: Console) -> list[Pair]:
     """Runs `bench.load` with these arguments, and the simulation."""
     options = load.options_of(given)
     step_ms, extra_ms = options.emulate
-    with load.open_subject(options) as subject, Progress(console=console, transient=True) as progress:
-        cells, _ = load.measure(subject, options.sessions, options.modes, options.runs, progress)
+    with load.open_subject(options) as subject:
+        cells, _ = load.measure(subject, options.sessions, options.modes, options.runs)
         found = constants(subject, options)
         compared: list[Pair] = []
         for (count, mode), played in Simulated(subject, found, step_ms, extra_ms).measure(cells).items():

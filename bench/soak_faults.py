@@ -72,7 +72,6 @@ class Place:
     """What is struck. cloud: a verifier, or the front of two replicas. proxy: between the agent and it.
 
     prompts: for sessions that are dropped. longest_s: that a fault may last. redis: holds the server of replicas.
-    num_ended: processes that ended for want of memory.
     """
 
     cloud: Program
@@ -84,7 +83,6 @@ class Place:
     tls: ssl.SSLContext | None = None
     redis: ExitStack = field(default_factory=ExitStack)
     redis_socket: Path = Path()
-    num_ended: int = 0
 
     @property
     def url(self) -> str:
@@ -244,7 +242,6 @@ def memory_limited(place: Place, chance: random.Random, *, is_agent: bool) -> No
     with _limited(program, psutil.RLIMIT_AS, psutil.Process(program.pid).memory_info().vms + ROOM_BYTES):
         place.hold(chance)
     _until(lambda: has_ended(program) or _is_live(program), "a process neither answers nor ends")
-    place.num_ended += has_ended(program)
     program.kill()
     program.start()
 

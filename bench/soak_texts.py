@@ -23,6 +23,7 @@ import httpx
 from bench.invariant import GRAMMAR, RULES, SAMPLINGS, make_grammar_requests, make_requests
 from bench.invariant_modes import MODES, STEADY, generate_all
 from bench.processes import Program, metrics_of, read_text
+from bench.soak_faults import Fault
 
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.lab.laboratory import Lab
@@ -99,7 +100,7 @@ def _body(name: str, request: GenerationRequest) -> dict[str, Any]:
 class Attempt:
     """A text that is being written. num: of its characters or tokens that have come. fault: that struck it.
 
-    may_end: the fault may end it, by an error with a name. may_break: or without one. longest_s: without anything new.
+    may_end, may_break: as in Fault. longest_s: without anything new.
     """
 
     case: Case
@@ -112,6 +113,11 @@ class Attempt:
     longest_s: float = 0.0
     _last_s: float = field(default_factory=time.monotonic)
 
+    def meet(self, name: str, fault: Fault) -> None:
+        """Notes a fault that strikes while it is written, if it can meet it."""
+        if self.way == ENDPOINT or not fault.is_agents:
+            self.fault, self.may_end, self.may_break = name, fault.may_end, fault.may_break
+
     def came(self, num: int) -> None:
         """Takes so many characters or tokens in all."""
         now = time.monotonic()
@@ -122,23 +128,6 @@ class Attempt:
     def share(self) -> float:
         """Of the text, that has come."""
         return self.num / max(1, len(self.case.text if self.way == ENDPOINT else self.case.tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """A fault, as texts see it. is_agents: only texts through the local endpoint meet it. may_end, may_break: as in
-    Attempt.
-    """
-
-    name: str
-    is_agents: bool = False
-    may_end: bool = False
-    may_break: bool = False
-
-    def meet(self, attempt: Attempt) -> None:
-        """Notes it at a text that runs, if it can meet it."""
-        if attempt.way == ENDPOINT or not self.is_agents:
-            attempt.fault, attempt.may_end, attempt.may_break = self.name, self.may_end, self.may_break
 
 
 @dataclass(slots=True)
@@ -187,7 +176,7 @@ class Traffic:
         self._ledger = ledger
         self._turn = ledger.turn
         self._running: list[Attempt] = []
-        self._fault: Strike | None = None
+        self._fault: tuple[str, Fault] | None = None
         self._healed: tuple[str, int] | None = None  # the last fault, and what the agent had drafted until then
         self._is_over = False
         pairs = list(itertools.product(cases, WAYS))
@@ -227,22 +216,22 @@ class Traffic:
         self._wait(is_there, "nothing comes")
 
     @contextmanager
-    def struck(self, fault: Strike) -> Iterator[None]:
+    def struck(self, name: str, fault: Fault) -> Iterator[None]:
         """A fault strikes meanwhile. Returns when all texts that met it are over."""
         self._settle()
         with self._turn:
-            self._fault = fault
+            self._fault = name, fault
             for each in self._running:
-                fault.meet(each)
+                each.meet(name, fault)
         try:
             yield
-            self._ledger.injected[fault.name] += 1
-            self._healed = fault.name, self._accepted()
+            self._ledger.injected[name] += 1
+            self._healed = name, self._accepted()
         finally:
             with self._turn:
                 self._fault = None
                 self._turn.notify_all()
-        self._wait(lambda: not any(each.fault for each in self._running), f"after {fault.name}")
+        self._wait(lambda: not any(each.fault for each in self._running), f"after {name}")
 
     def _settle(self) -> None:
         if self._healed is not None:
@@ -258,7 +247,7 @@ class Traffic:
             if not self._turn.wait_for(lambda: self._is_over or is_so(), HANG_S):
                 raise SystemExit(f"HANG: {words} for {HANG_S:g} s: {self._names()}")
             if self._is_over and self._ledger.missed:
-                raise SystemExit("\n".join(self._ledger.missed))
+                raise SystemExit  # that is told already
 
     def _names(self) -> str:
         return "; ".join(f"{each.case.name}, {each.way}, {each.num} come" for each in self._running)
@@ -270,9 +259,10 @@ class Traffic:
                     case, way = next(self._next)
                 while not self._is_over and not self._write(Attempt(case, way), drafter):
                     self._wait(lambda: not self._fault, "a fault lasts")
-        except BaseException:
+        except BaseException as error:
             with self._turn:
-                self._ledger.missed.append(traceback.format_exc())
+                if not isinstance(error, SystemExit) or str(error):
+                    self._ledger.missed.append(traceback.format_exc())
                 self._is_over = True
                 self._turn.notify_all()
 
@@ -281,7 +271,7 @@ class Traffic:
         case, ledger, found, expected = attempt.case, self._ledger, list[Any](), list[Any]()
         with self._turn:
             if self._fault is not None:
-                self._fault.meet(attempt)
+                attempt.meet(*self._fault)
             self._running.append(attempt)
         try:
             if attempt.way == ENDPOINT:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -17,27 +19,26 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench.attacks.exchange import values_of
+from bench.bare_http import Completion, complete, values_of
 from bench.beside import Written
 from bench.capacity import Costs, Found
 from bench.load import AUTO, CLOUD_ONLY, Cell, Figures, misses
 from bench.load_devices import Session
 from bench.one_machine import Found as Way
 from bench.one_machine import gaps_ms, likelihoods, own_text
-from bench.pairs import PAIR_OPTIONS, open_pair
+from bench.pairs import PAIR_OPTIONS, VLLM, Verifier, make_verifier, open_pair
 from bench.peer_drafts import LLAMA_SERVER
 from bench.peer_engines import Batch, Done, Run
 from bench.peer_processes import PeerCommand, PeerFailed
-from bench.peer_servers import StreamedText, done_of, read_stream
-from bench.peers import compare
+from bench.peers import compare, done_of
 from bench.processes import Program, remote, started, turn_of
 from bench.report import parser
-from bench.verifier import VLLM, Verifier, make_verifier
+from tests.raw_server import RawServer, raw_server
 
 from outrider.edge.lab.cores import plan_cores
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
-from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
 from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ def test_capacity_counts_rounds_after_the_first() -> None:
 def test_decoding_begins_when_every_text_has_begun() -> None:
     """The rates of an engine, and those of a streamed batch."""
     done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), 8, took_s=4.0, before_s=2.0, num_before=4)
-    streamed = done_of([StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))])
+    streamed = done_of([Completion(("a", "b"), 4, (1.0, 3.0)), Completion(tuple("abcd"), 4, (2.0, 3.0, 4.0, 5.0))])
     assert streamed.texts == ("ab", "abcd")
     assert (done.rate, done.decode_rate, streamed.rate, streamed.decode_rate) == (2.0, 2.0, 8 / 5, (2 + 3) / 3)
 
@@ -111,17 +112,31 @@ def test_a_remote_object_answers_while_it_has_its_turn() -> None:
     assert not psutil.pid_exists(process.pid)
 
 
-def test_a_stream_is_read_with_its_usage() -> None:
+STREAM = [
+    b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n',
+    b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n',
+    b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"), [(STREAM, ""), ([b'data: {"error": {"message": "no room"}}\n\n'], "no room")]
+)
+def test_a_stream_is_read_with_its_usage(lines: list[bytes], error: str) -> None:
     """Text, tokens and arrivals; an error in the stream is raised."""
-    lines = [
-        b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n',
-        b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n',
-        b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n',
-        b"data: [DONE]\n",
-    ]
-    assert read_stream([(float(at), line) for at, line in enumerate(lines)]) == StreamedText("a", 3, (0.0,))
-    with pytest.raises(RuntimeUnavailable, match="no room"):
-        read_stream([(0.0, b'data: {"error": {"message": "no room"}}\n')])
+
+    def reply(server: RawServer, connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(lines))
+
+    with raw_server(reply) as server:
+        reading = complete(server.url, {"prompt": "x"}, time.perf_counter())
+        if error:
+            with pytest.raises(CloudError, match=error):
+                asyncio.run(reading)
+        else:
+            found = asyncio.run(reading)
+            assert (found.pieces, found.num_tokens, len(found.arrival_s)) == (("a",), 3, 1)
 
 
 def _run(seconds: Sequence[float], num_tokens: int = 2) -> Run:
@@ -182,7 +197,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 
 def text(tokens: tuple[int, ...], arrival_s: tuple[float, ...] = (1.0, 1.0, 2.0)) -> Written:
-    return Written(tokens, arrival_s, num_passes=2, num_drafted=4, num_accepted=1, draft_s=0.5)
+    return Written(tokens, arrival_s, num_passes=2, num_drafted=4, num_accepted=1)
 
 
 def test_gaps_are_those_within_texts() -> None:
@@ -194,7 +209,7 @@ def test_gaps_are_those_within_texts() -> None:
 def test_figures_are_of_all_runs() -> None:
     """Rates are of each run, from the request to the last token; shares are sums over sums."""
     found = Way("plain", [[text((1, 2, 3))], [text((1, 2, 3), (1.0, 1.0, 3.0))]])
-    expected = {"first_ms": 1000.0, "passes": pytest.approx(4 / 6), "accepted": 0.25, "draft_ms": 125.0}
+    expected = {"first_ms": 1000.0, "passes": pytest.approx(4 / 6), "accepted": 0.25}
     assert found.rates == [1.5, 1.0] and {name: found.figures[name] for name in expected} == expected
 
 

@@ -20,7 +20,6 @@ from bench.invariant import GRAMMAR, PENALTY, RULES, SAMPLINGS, count, make_requ
 from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, REPEATED, WRONG_BLOCKS, WRONG_TREE, generate_all
 from bench.plain_text import first_difference, plain_texts
 from numpy.typing import NDArray
-from rich.console import Console
 from tests.agents import slow
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
@@ -197,7 +196,7 @@ def test_the_verifiers_own_lookup_gives_the_targets_own_text(drafters: list[Draf
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
     """On OpenVINO, cloud in its own process: a near-tie in float32 explains every difference."""
     with open_lab(reference_pair.target, reference_pair.draft, cloud_options=(*ALIKE, "--recent")) as lab:
-        counts = measure(lab, argparse.Namespace(prompts=2, max_tokens=16, workers=2), Console(quiet=True))
+        counts = measure(lab, argparse.Namespace(prompts=2, max_tokens=16, workers=2))
     cells = [count for by_mode in counts.values() for count in by_mode.values()]
     assert len(cells) == len(SAMPLINGS) * len(MODES)
     assert all(count.num_texts == 2 and count.num_tokens > 0 for count in cells)

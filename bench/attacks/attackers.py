@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, connect, read_answer
+from bench.bare_http import HOST, OTHER_ADDRESS, connect, read_answer
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -86,8 +86,8 @@ def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: i
 
 
 def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key: str | None, timeout_s: float) -> None:
-    """Sends each case, four at a time on connections that stay open; reports (index, began, ended, status) of each,
-    then None. A status of 0: no answer, or none within `timeout_s`. Times are perf_counter's, one for all processes.
+    """Sends each case, four at a time on connections that stay open; reports (index, status) of each, then None.
+    A status of 0: no answer, or none within `timeout_s`.
     """
     lock, turn = threading.Lock(), count()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -109,7 +109,7 @@ def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key
             except (OSError, http.client.HTTPException):
                 connection.close()
             with lock:
-                report.send((index, began_s, time.perf_counter(), status))
+                report.send((index, status))
 
     in_threads(report, one, 4)
     report.send(None)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from bench.attacks.attackers import attacking, received, repeat
-from bench.attacks.exchange import NotMeasured, wait_for
 from bench.attacks.local import ATTACKER, CHAT, GENERATE, VERIFY, endpoint_and_idle, honest_texts
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, Beside, beside
 from bench.attacks.subject import COMPLETIONS, Row, Server, Subject
+from bench.bare_http import NotMeasured, wait_for
 from bench.changed_bundle import change_bundle
 from tests.hostile_bodies import HOSTILE_BODIES
 

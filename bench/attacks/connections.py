@@ -5,21 +5,27 @@ cheap each (also on the local endpoint), large answers and downloads. That each 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, fetch, hold, pipeline, trickle
-from bench.attacks.exchange import NotMeasured
+from bench.attacks.attackers import attacking, fetch, for_ever, hold, pipeline, trickle
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
-from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside, health_of
-from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, prompt_of, seconds
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside, health_of, memory_of
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, prompt_of, rates_of, seconds, slowed
+from bench.attacks.texts import SESSION, tree
+from bench.bare_http import HOST, NotMeasured, connect, next_bytes, request_bytes
 from bench.changed_bundle import change_bundle
+
+from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
+from outrider.models.wire.tree_draft import MAX_MESSAGE_NODES, ROOT
 
 ATTACKER, OTHER = KEYS
 POOR: Final = "key-of-few-tokens-a-minute-0003"
@@ -248,3 +254,65 @@ def downloads(subject: Subject) -> Iterator[Row]:
                 f"whole within {ATTACK_S:g} s; p99 under 50 ms more than the idle server's; +64 MB",
                 is_whole and seen.is_small and seen.is_steady,
             )
+
+
+def long_requests(subject: Subject) -> Iterator[Row]:
+    """Sends drafts up long requests as fast as they are read. That those end which trickle, are two, or go on after
+    their session, is said by tests.
+    """
+    messages = _chunk(framed(tree(0, 0, range(1, 1 + MAX_MESSAGE_NODES), [ROOT] * MAX_MESSAGE_NODES))) * 40
+    with subject.emulated(step_ms=10.0) as server:
+        what = "4 sessions that send 512-node messages up a long request as fast as it is read"
+        yield _beside_plain(server, what, 4, messages)
+        what = "the same of steady sessions, with filler"
+        yield _beside_plain(server, what, 4, _chunk(bytes(1 << 16)), steady=True)
+        yield _beside_plain(server, "256 steady sessions of one client that send nothing", 256, b"", steady=True)
+
+
+def _beside_plain(server: Server, what: str, num: int, piece: bytes, **more: bool) -> Row:
+    """What floods cost others beside as many sessions that send nothing, and have no pace."""
+
+    @contextmanager
+    def flooding(is_flooded: bool) -> Iterator[None]:
+        flooded = (piece, more) if is_flooded else (b"", {})
+        with ExitStack() as stack:
+            for index in range(4):
+                stack.enter_context(attacking(flood, server.port, prompt_of(20 + index), num // 4, *flooded))
+            yield
+
+    with memory_of(server) as memory:
+        rates = rates_of(server, flooding)
+    growth, limit = f"; +{memory.growth_mb:.0f} MB", f"; +{MAX_GROWTH_MB:.0f} MB"
+    return slowed("52", f"{what}, step of 10 ms; memory", rates, growth, limit=limit, is_kept=memory.is_small)
+
+
+def flood(report: Any, port: int, prompt: list[int], num: int, piece: bytes, more: dict[str, bool]) -> None:
+    """Opens `num` sessions at a time, again and again; each has a long request with `piece` for ever, if there is one.
+    more: fields of the sessions.
+    """
+    body = json.dumps({"prompt": prompt, **SESSION, **more}).encode()
+
+    def talk() -> None:
+        with connect(port) as stream:
+            stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
+            data = b""
+            while not (session := re.search(rb'"session":"([^"]+)"', data)):
+                data += next_bytes(stream)
+            lines = [f"POST /v1/sessions/{session[1].decode()}/drafts HTTP/1.1", f"Host: {HOST}:{port}"]
+            lines += [f"Content-Type: {DRAFTS_MEDIA_TYPE}", "Transfer-Encoding: chunked", "", ""]
+            while not piece:
+                next_bytes(stream)
+            stream.setblocking(False)
+            for _ in range(1000):  # the request is ended: again, as often as that is answered
+                with suppress(OSError), connect(port, 30.0) as up:
+                    up.sendall("\r\n".join(lines).encode())
+                    while True:
+                        up.sendall(piece)
+                        with suppress(BlockingIOError):
+                            stream.recv(1 << 20)
+
+    for_ever(report, talk, num)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.attacks.exchange import HOST, request_bytes, wait_for
-from bench.bare_http import Wire
+from bench.bare_http import HOST, Wire, request_bytes, wait_for
 
 from outrider.models.errors import CloudError
 

@@ -15,8 +15,8 @@ from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Final
 
-from bench.attacks.exchange import connect, read_answer, request_bytes
 from bench.attacks.subject import Server, percentile
+from bench.bare_http import connect, read_answer, request_bytes
 
 MAX_HEALTH_S: Final = 0.05
 MAX_GROWTH_MB: Final = 64.0

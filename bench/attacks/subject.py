@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 from bench.attacks.crowd import Crowd
-from bench.attacks.exchange import HOST, Answer, NotMeasured, is_reached_in, request_bytes, values_of, wait_for
+from bench.bare_http import HOST, Answer, NotMeasured, is_reached_in, request_bytes, values_of, wait_for
 from bench.processes import ANY_PORT, Program, started
 
 if TYPE_CHECKING:
-    from bench.verifier import Verifier  # attackers' processes import this module, and not the whole product
+    from bench.pairs import Verifier  # attackers' processes import this module, and not the whole product
 
 KEYS: Final = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
 COMPLETIONS: Final = "/v1/completions"

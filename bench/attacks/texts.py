@@ -1,6 +1,7 @@
 """Attacks by what requests may ask for: large calls, every rule at its bound, the largest drafts with probabilities,
-many choices with logprobs of each token; and a cascade whose target stops. That places, queues, priorities and the time
-of steps are shared, and what is kept of a key is its own, is said by tests of the engine.
+many choices with logprobs of each token; a cascade whose target stops; floods of drafts, and the
+largest trees. That places, queues, priorities and the time of steps are shared, that what is kept of
+a key is its own, and that wrong and late drafts cost others nothing, is said by tests.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, received, repeat
-from bench.attacks.exchange import OTHER_ADDRESS, Answer, NotMeasured, is_reached_in
-from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
+import psutil
+from bench.attacks.attackers import attacking, pipeline, received, repeat
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside, health_of, memory_of
 from bench.attacks.subject import (
     COMPLETIONS,
     KEYS,
@@ -29,6 +30,10 @@ from bench.attacks.subject import (
     seconds,
     slowed,
 )
+from bench.bare_http import OTHER_ADDRESS, Answer, NotMeasured, is_reached_in
+from tests.hostile_bodies import BROKEN_TREES
+
+from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 CAP_S: Final = 30.0
 STEP_MS: Final = 20.0
@@ -231,3 +236,109 @@ def cascades(subject: Subject) -> Iterator[Row]:
         health.high < MAX_HEALTH_S and after == before and resumed,
         {"p99_s": health.high, "commits": after - before, "resumed": resumed},
     )
+
+
+MAX_MESSAGE_MS: Final = 10.0
+WARM_UP_MESSAGES: Final = 10
+NUM_MESSAGES: Final = 60
+MESSAGES_PER_S: Final = 10.0
+"""Of 512 nodes: within the budget of a session's drafts."""
+SESSION: Final[dict[str, Any]] = {"max_tokens": 1900, "ignore_eos": True, "patience_ms": 0}
+
+
+def draft_floods(subject: Subject) -> Iterator[Row]:
+    """Floods one session with drafts over four connections: with the most that a message may have, with the largest
+    trees, whose nodes have parents that were never sent, and with bodies that no encoder writes. That each is refused
+    is said by tests.
+    """
+    largest = {"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]}
+    # Parents a million numbers back: no message has them.
+    size, back = MAX_MESSAGE_NODES, 1_000_000
+    firsts = range(2 * back, 2 * back + 8 * size, size)
+    orphans = [tree(0, first, range(1, 1 + size), range(first - back, first - back + size)) for first in firsts]
+    malformed = sorted((body for body, _ in BROKEN_TREES), key=len)
+    with subject.emulated(step_ms=10.0) as server, subject.serve() as idle:
+        yield _flooded(server, idle, "drafts", [json.dumps(largest).encode()] * 8)
+        yield _flooded(server, idle, "nodes without parents", orphans, content_type=TREE_MEDIA_TYPE)
+        yield _flooded(server, idle, f"{len(malformed)} malformed trees", malformed, content_type=TREE_MEDIA_TYPE)
+
+
+def _flooded(server: Server, idle: Server, what: str, bodies: Sequence[bytes], **options: str) -> Row:
+    """What four others and the server's health notice of the bodies, in turn with none."""
+
+    @contextmanager
+    def flooded(is_flooded: bool) -> Iterator[None]:
+        with server.crowd([{"prompt": prompt_of(9), **SESSION}]) as crowd:
+            path = f"/v1/sessions/{crowd.running().session}/drafts"
+            block = b"".join(server.request("POST", path, body, **options) for body in bodies)
+            with attacking(pipeline, server.port, block, 4, True) if is_flooded else nullcontext():
+                yield
+
+    server.wait_until_awake()
+    with beside(server, idle) as seen:
+        rates = rates_of(server, flooded)
+    return slowed(
+        "10",
+        f"a flood of {what} to one session, step of 10 ms",
+        rates,
+        f"; {seen}",
+        limit=f"; p99 under 50 ms, max under 50 ms more than the idle server's; +{MAX_GROWTH_MB:.0f} MB",
+        is_kept=seen.is_prompt and seen.is_small,
+    )
+
+
+def large_trees(subject: Subject) -> Iterator[Row]:
+    """Sends the deepest and the widest trees of 512 nodes, one message after the other, beside messages of one node."""
+    rng, size = random.Random(2), MAX_MESSAGE_NODES
+    shapes: dict[str, Callable[[int], Sequence[int]]] = {  # the parents, by the number of the first node
+        "one node": lambda first: [ROOT],
+        "a chain of 512": lambda first: [ROOT, *range(first, first + size - 1)],
+        "a chain that each message goes on with": lambda first: range(first - 1, first + size - 1),  # -1: ROOT
+        "512 children of one node": lambda first: [ROOT] * size,
+    }
+    cpu_ms: dict[str, float] = {}
+    longest_s: dict[str, float] = {}
+    with subject.emulated(step_ms=50.0) as server:
+        for name, parents_of in shapes.items():
+            server.wait_until_idle()
+            with server.crowd([{"prompt": prompt_of(3), **SESSION}]) as crowd:
+                stream, first, before_s = crowd.running(), 0, 0.0
+                for index in range(WARM_UP_MESSAGES + NUM_MESSAGES):
+                    if index == WARM_UP_MESSAGES:
+                        before_s = _cpu_s(server)
+                    parents = parents_of(first)
+                    message = tree(len(stream.tokens), first, rng.sample(range(1, 4000), len(parents)), parents)
+                    took_s = _post(server, f"/v1/sessions/{stream.session}/drafts", message)
+                    first += len(parents)
+                    time.sleep(max(0.0, 1.0 / MESSAGES_PER_S - took_s))
+                cpu_ms[name] = 1e3 * (_cpu_s(server) - before_s) / NUM_MESSAGES
+                longest_s[name] = max((after - before for before, after in crowd.gaps()), default=0.0)
+    slowest = max(list(shapes)[1:], key=lambda name: cpu_ms[name])
+    extra_ms = cpu_ms[slowest] - cpu_ms["one node"]
+    yield Row(
+        "18",
+        f"the deepest and the widest trees of {size} nodes: the server's CPU per message, over one of one node",
+        f"{extra_ms:+.1f} ms to {cpu_ms['one node']:.1f}, most with: {slowest}; longest step "
+        f"{longest_s[slowest] * 1e3:.0f} ms of 50",
+        f"{MAX_MESSAGE_MS:g} ms",
+        extra_ms <= MAX_MESSAGE_MS,
+        {"cpu_ms": cpu_ms, "longest_step_s": longest_s},
+    )
+
+
+def _post(server: Server, path: str, body: bytes) -> float:
+    """Posts a tree; returns the seconds that it took. Raises NotMeasured where it is not taken."""
+    answer = server.ask("POST", path, body, headers={"Content-Type": TREE_MEDIA_TYPE})
+    if answer.status != 204:
+        raise NotMeasured(f"the server takes no trees: status {answer.status}: {answer.body[:200]!r}")
+    return answer.took_s
+
+
+def _cpu_s(server: Server) -> float:
+    times = psutil.Process(server.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def tree(base: int, first: int, tokens: Sequence[int], parents: Sequence[int]) -> bytes:
+    """A message of sure nodes."""
+    return TreeDraft(base, first, tokens, parents, [len(CHANCES) - 1] * len(tokens)).encode()

@@ -6,15 +6,16 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from bench.pairs import kept_bundle
 from bench.report import machine
 
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.models.bundle.bundle import Bundle
-from outrider.models.errors import BundleError
 from outrider.reference import draft_dir, target_dir
+
+DRAFT: Final = ExportOptions("draft", "int8", "onnxruntime", overwrite=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +109,18 @@ class Run:
             overwrite=True,
             device="gpu" if self.is_cuda else "cpu",
         )
-        return place if _is_intact(place) else export_model(target_dir(), place, options).path
+        return kept_bundle(place, target_dir(), options)
 
     def draft_bundle(self) -> Path:
         """The carried draft, or one made here from the reference weights."""
         if self.draft is not None:
             return self.draft
-        place = self.made / "draft"
-        return place if _is_intact(place) else make_draft(place)
+        return kept_bundle(self.made / "draft", draft_dir(), DRAFT)
 
 
-def make_draft(place: Path) -> Path:
+def make_draft(place: Path) -> None:
     """Exports the reference draft for onnxruntime."""
-    return export_model(draft_dir(), place, ExportOptions("draft", "int8", "onnxruntime", overwrite=True)).path
-
-
-def _is_intact(place: Path) -> bool:
-    try:
-        Bundle.open(place)
-    except BundleError:
-        return False
-    return True
+    export_model(draft_dir(), place, DRAFT)
 
 
 def device_facts(device: str) -> dict[str, Any]:
