@@ -19,8 +19,7 @@ text. Tokens/s are medians of the runs, from the request to the last token; the 
 where tokens come together. Time per token is `passes per token` times `ms per pass`. `accepted` is a share of drafted
 positions, of which a tree has many that cannot all be right. `MB` is the sum of the most that each process had (Linux);
 one number for our modes, whose processes are the same. `own text` counts texts that are those of the same target alone
-with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target: a text of another
-distribution has less.
+with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target.
 
 --served measures what the local hop costs: cloud-only, stream and served, and peers that are named. The endpoint runs
 on the agent's cores with a draft of its own, over a network of its own. Each run has prompts of its own, so no draft
@@ -83,9 +82,8 @@ from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED, OF_STREAM, OF_CLOUD_ONLY = 0.98, 1.0, 1.3, 0.98, 0.97
-PLAIN, LOOKUP = "plain", "openvino_lookup"
+PLAIN, LOOKUP, SERVED = "plain", "openvino_lookup", "served"
 _WIDE_GAPS = (50, 95, 99)
-SERVED = "served"
 Text = GenerationResult | Written
 Write = Callable[[GenerationRequest], Awaitable[Text]]
 Said = defaultdict[GenerationRequest, set[str]]

@@ -58,7 +58,6 @@ TURNS_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
 """Ends each turn with the end token, as most templates do: what follows an answer begins with what was before it."""
-PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 """Keys."""
 JSON = {"content-type": "application/json"}

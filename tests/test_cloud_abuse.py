@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 from unittest.mock import AsyncMock, Mock, patch
@@ -33,12 +34,14 @@ from tests.serving import (
     JSON,
     FakeServer,
     StepGate,
+    code_of,
     fake_tokenizer,
     open_session,
     serve_fake,
 )
-from tests.waiting import lets_other_threads_run
+from tests.waiting import TIMEOUT_S, lets_other_threads_run
 
+from outrider.cloud.api import completions
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.draft_posts import MAX_DRAFT_BYTES
 from outrider.cloud.api.state import DraftLimits, ServerSettings
@@ -275,7 +278,6 @@ def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPat
                 for path, body in (
                     (COMPLETIONS, {"prompt": "a"}),
                     (CHAT, {"messages": [{"role": "user"}]}),
-                    (RENDER, {}),  # nor parsed
                     (SESSIONS, {}),
                 ):
                     assert client.post(path, json=body).json()["error"]["code"] == "too_many_sessions"
@@ -285,6 +287,38 @@ def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPat
         long = {"messages": [{"role": "user", "content": "a" * 100_000}]}
         assert client.post(CHAT, json=long).status_code == 400
         server.wait_until(server.is_empty)
+
+
+def test_what_waits_for_a_thread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations to render, by a queue of their own, since sessions that run are no reason to refuse a device's next
+    one; grammars of sessions by their slots.
+    """
+    freed = threading.Event()
+
+    def block(*_: Any) -> list[int]:
+        assert freed.wait(TIMEOUT_S)
+        return [1]
+
+    monkeypatch.setattr(completions, "encode_chat", block)
+    monkeypatch.setattr(completions, "MAX_WAITING_RENDERS", 1)
+    monkeypatch.setattr(GrammarSpec, "__post_init__", block)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    ruled = {"prompt": [1], "max_tokens": 1, "grammar": {"kind": "regex", "text": "a"}}
+    with (
+        serve_fake(ServerSettings(max_sessions=1)) as server,
+        httpx.Client(base_url=server.url) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        rendered = [pool.submit(client.post, RENDER, json=chat) for _ in range(3)]
+        server.wait_until(lambda: server.core.renders.num_waiting == 1)
+        session = pool.submit(client.post, SESSIONS, json=ruled)
+        server.wait_until(lambda: server.core.slots.num_taken == 1)
+        for path, body in ((RENDER, chat), (SESSIONS, ruled)):
+            assert code_of(client.post(path, json=body)) == (429, "too_many_sessions")
+        freed.set()
+        assert [each.result().json().get("tokens") for each in rendered] == [[1]] * 3
+        session.result()
+        server.wait_until(lambda: server.core.renders.num_taken == server.core.slots.num_taken == 0)
 
 
 def test_a_grammar_is_read_in_a_thread_and_only_where_it_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,8 @@ def test_a_prompt_that_no_target_takes_reaches_no_draft(cloud: FakeServer) -> No
     """200,000 ids fit into a body; what the draft keeps of a prompt to copy from it took 150 MB."""
     with serve_local(cloud.url) as local:
         assert local.refusal(400, body(1, prompt=[5] * 200_000)) == "context_length_exceeded"
-        assert local.refusal(400, {"prompt": ["a", ""]}) == "empty_prompt"
+        for empty in ({"prompt": ["a", ""]}, {"prompt": "", "documents": [{"text": "a"}]}):
+            assert local.refusal(400, empty) == "empty_prompt"
         assert not local.core.drafts.scheduler.num_calls
         local.wait_until(local.is_at_rest)
 

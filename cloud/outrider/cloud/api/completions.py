@@ -14,7 +14,7 @@ from starlette.types import Scope
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.recent_texts import Recalled
-from outrider.cloud.api.state import Core
+from outrider.cloud.api.state import MAX_WAITING_RENDERS, Core
 from outrider.cloud.api.traces import SequenceWatch, trace_of
 from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
@@ -65,14 +65,16 @@ def completion_routes(core: Core) -> APIRouter:
     async def render(request: Request) -> Response:
         """The token ids of a conversation, through the model's chat template: a session's prompt."""
         owner = owner_of(request)
-        core.slots.require(owner)  # as for completions
         body = await core.bodies.parse(owner, openai.RenderRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         model = core.model.named(body.model)
         if not core.model.tokenizer.has_chat_template:
             raise no_chat_template(core.model.name)
-        with core.slots.hold(owner):  # bounds how many wait for the thread
+        await core.renders.wait(owner, max_waiting=MAX_WAITING_RENDERS)
+        try:
             tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
+        finally:
+            core.renders.release(owner)
         rendered = RenderAnswer(tokens=tokens, model=model.name, target=model.target)
         content = rendered.model_dump_json().encode()
         if PADDED_HEADER in request.headers:

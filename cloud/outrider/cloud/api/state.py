@@ -27,7 +27,7 @@ from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.answers import HeldAnswers, model_not_found
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Dialect, Grammars, dialect_of
-from outrider.models.http.encoding import Workers
+from outrider.models.http.encoding import MAX_THREADS, Workers
 from outrider.models.http.errors import FieldError, Throttled
 from outrider.models.http.limits import Slots
 from outrider.models.http.security import GateSettings
@@ -37,6 +37,8 @@ from outrider.models.version import outrider_version
 from outrider.models.wire.offered import OfferedDraft, OfferedFile
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
 
+MAX_WAITING_RENDERS: Final = 64
+"""Of an owner's conversations to render, each with its body."""
 _DOWNLOAD_RETRY_S: Final = 5
 
 
@@ -261,6 +263,7 @@ class Core:
         self.bridge = Bridge()
         self.bodies = Bodies(settings.max_body_bytes)
         self.workers = Workers()
+        self.renders = Slots(MAX_THREADS)
         self.held_answers = HeldAnswers()
         self.downloads = DownloadSlots(settings.download_limits)
         self.sessions = SessionTable()

@@ -249,6 +249,8 @@ async def _answer(
     texts = LocalTexts(core, owner, num_prompts * body.num_each)
     with texts.closing_on_error():
         prompts, groundings = await _while_connected(request, encode())
+        if not all(prompts):
+            raise RequestError("empty_prompt", "the prompt has no tokens; send at least one")
         grammar = None
         if asks_for_grammar(body):
             call = (body, style, core.tokenizer, prompts)

@@ -166,8 +166,6 @@ def encode_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionReques
         truncated(_encode_prompt(tokenizer, max_tokens, prompt, body), max_tokens, body) for prompt in body.prompts()
     ]
     for prompt in prompts:
-        if not prompt:
-            raise RequestError("empty_prompt", "the prompt has no tokens; send at least one")
         check_tokens(max_tokens + 1, prompt)
     return prompts
 
