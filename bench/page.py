@@ -1,6 +1,6 @@
 """Runs the benches behind docs/results.md, and writes the page, its plot and README's table from their figures.
 
-    make bench                       # python -m bench.page: under 20 minutes on two cores of a Xeon
+    make bench                       # python -m bench.page: 16 minutes on two cores of a Xeon
     make bench-full                  # python -m bench.page --full: some hours; goes on where it was ended
     python -m bench.page --draw      # the page again, from docs/results.json
 
