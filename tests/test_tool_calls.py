@@ -71,7 +71,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama", '{"answer": 42} is JSON', '{"answer": 42} is JSON', []),
     ("llama", "Just text {", "Just text {", []),
     ("llama", '{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
-    ("llama", '<|python_tag|>{"name": "now"}', "", [("now", "{}")]),
+    ("llama", '<|python_tag|>{"name": "now"}', "", [("now", {})]),
 ]
 
 
