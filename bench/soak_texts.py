@@ -247,7 +247,7 @@ class Traffic:
             if not self._turn.wait_for(lambda: self._is_over or is_so(), HANG_S):
                 raise SystemExit(f"HANG: {words} for {HANG_S:g} s: {self._names()}")
             if self._is_over and self._ledger.missed:
-                raise SystemExit  # that is told already
+                raise SystemExit  # the miss is in the list already
 
     def _names(self) -> str:
         return "; ".join(f"{each.case.name}, {each.way}, {each.num} come" for each in self._running)
