@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from outrider.cloud.api.stream import StepTimes
 from outrider.cloud.pending import estimators
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
+from outrider.cloud.pending.estimators import (
+    AcceptanceEstimator,
+    DraftLag,
+    StepSize,
+    StepTimeCurve,
+    tokens_within_a_step,
+)
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import DraftHints
@@ -166,6 +172,9 @@ def test_times_do_not_fall_with_size(captured: list[int], data: st.DataObject) -
         assert len(set(times[smaller:size].tolist())) == 1
     untried = curve.untried(max(sizes), 2600)
     assert untried is None or untried > max(sizes)
+    most, fixed, context = data.draw(st.integers(0, 2000)), StepSize(data.draw(st.integers(0, 200)), 900), 50.0
+    in_a_step = tokens_within_a_step(curve.steps_added(most, fixed, context))
+    assert curve.tokens_in_a_step(most, fixed, context) == in_a_step
 
 
 # -- a machine that other work slows for a while: what was measured then is measured again, within bounds --------------

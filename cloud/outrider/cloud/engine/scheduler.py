@@ -215,7 +215,7 @@ class Scheduler:
         others = [s for s in ready if s.num_missing == 1 and s not in delaying]
         past = sum(s.computed for s in items) / len(items)
         beside = StepSize(len(others), sum(1 + s.computed for s in others)) if others else StepSize.of(1, int(past))
-        shared_room = tokens_within_a_step(self._drafting.curve.steps_added(room, beside, past)) if delaying else room
+        shared_room = self._drafting.curve.tokens_in_a_step(room, beside, past) if delaying else room
         ranks: Counter[bytes] = Counter()  # of each owner's next item
         order: list[tuple[int, SequenceState]] = []
         for item in items:

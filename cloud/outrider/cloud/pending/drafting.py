@@ -14,7 +14,6 @@ from outrider.cloud.pending.estimators import (
     AcceptanceEstimator,
     DraftLag,
     StepSize,
-    tokens_within_a_step,
 )
 from outrider.cloud.pending.lookup import RecentTextSource
 from outrider.cloud.pending.node_chances import NodeChances
@@ -184,7 +183,7 @@ class Drafting(DraftWaits):
         """
         if self._policy is Policy.VERIFY:
             return room
-        return min(room, num_own + tokens_within_a_step(self.curve.steps_added(room, plain, context)))
+        return min(room, num_own + self.curve.tokens_in_a_step(room, plain, context))
 
     def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:
         """Records a step: the model's time, without the engine around it. has_trees: it verified a branching tree."""

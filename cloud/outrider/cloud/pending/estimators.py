@@ -124,6 +124,7 @@ class StepTimeCurve:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, float] = {}
         self._by_tokens: NDArray[np.float64] | None = None  # seconds of 1, 2, ... tokens; None: out of date
+        self._longest = SIZES[-1]  # as many, at least: what is asked for between two steps is made beside one
         self._means: dict[int, tuple[float, float, float]] = {}  # weight, mean positions, mean seconds, by size
         self._spread = self._slant = 0.0  # sums of squares and products around the means
         self._slope_s = 0.0
@@ -210,14 +211,19 @@ class StepTimeCurve:
         """
         if not self._medians:
             return np.ones(max_tokens)
-        if (by_tokens := self._by_tokens) is None or len(by_tokens) < max_tokens:
-            by_tokens = self._by_tokens = self._predicted(max(SIZES[-1], max_tokens))
-        out = by_tokens[:max_tokens]
+        out = self._without_context(max_tokens)
         if self._slope_s:
             fixed = fixed or StepSize()
             further = np.maximum(0, np.arange(1 - fixed.tokens, max_tokens + 1 - fixed.tokens))
             return out + self._slope_s * (fixed.attended + context * further)
         return out
+
+    def _without_context(self, max_tokens: int) -> NDArray[np.float64]:
+        """Seconds of 1 .. max_tokens tokens that attend to nothing; not to be changed."""
+        if (by_tokens := self._by_tokens) is None or len(by_tokens) < max_tokens:
+            self._longest = max(self._longest, max_tokens)
+            by_tokens = self._by_tokens = self._predicted(self._longest)
+        return by_tokens[:max_tokens]
 
     def expected_s(self, size: StepSize) -> float:
         """Seconds that a step of this size likely takes; 0 where nothing is known."""
@@ -256,6 +262,19 @@ class StepTimeCurve:
         times = self.seconds(fixed.tokens + most, fixed, context)
         added: NDArray[np.float64] = np.maximum(0.0, times[fixed.tokens :] / times[fixed.tokens - 1] - 1.0)
         return added
+
+    def tokens_in_a_step(self, most: int, fixed: StepSize, context: float) -> int:
+        """`tokens_within_a_step` of `steps_added`, with a few sizes in place of all: it is asked between two steps."""
+        if not self.is_known or fixed.tokens == 0 or most <= 0:
+            return max(0, most)
+        most = min(most, max(1, 2 * max(fixed.tokens, self.largest) - fixed.tokens))
+        by_tokens, slope_s = self._without_context(fixed.tokens + most), self._slope_s
+
+        def seconds(further: int) -> float:
+            return float(by_tokens[fixed.tokens - 1 + further]) + slope_s * (fixed.attended + context * further)
+
+        alone_s = seconds(0)
+        return max(1, bisect_right(range(1, most + 1), 1.0, key=lambda further: seconds(further) / alone_s - 1.0))
 
     def step_and_extra(self) -> tuple[float, float]:
         """Seconds of a one-token step at the usual context, and of each further token (mean of the next four)."""
