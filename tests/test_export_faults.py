@@ -199,11 +199,22 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
 def test_short_memory_is_a_warning_before_the_work(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one line, where the source in FP32 does not fit; the system may have ways to make room."""
-    needed = 4 * read_source(source).architecture.parameters
+    """Of one line, where the source in FP32 does not fit, or a container may not take as much; the system may have ways
+    to make room.
+    """
+    needed, limit = 4 * read_source(source).architecture.parameters, tmp_path / "memory.max"
 
     monkeypatch.setattr(pipeline, "require_range", Mock(side_effect=ExportError("begun")))
-    for available, is_warned in ((needed - 101, True), (needed - 100, False)):
+    monkeypatch.setattr(pipeline, "_CONTAINER_LIMIT", limit)
+    for available, most, is_warned in (
+        (needed - 101, None, True),
+        (needed - 100, None, False),
+        (needed, "max\n", False),
+        (needed, f"{needed}\n", False),
+        (needed, f"{needed - 1}\n", True),
+    ):
+        if most is not None:
+            limit.write_text(most)
         monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
         monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100))
         with pytest.raises(ExportError, match="begun"):

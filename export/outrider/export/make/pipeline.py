@@ -46,6 +46,8 @@ from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.text.tokenizer import TOKENIZER_FILES
 from outrider.models.visible import visible
 
+_CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+"""Bytes that a container may take (control groups, version 2); the machine's free memory is not its own."""
 _NEVER_RUN: Final = (
     "its blob was compiled on a machine without an NPU and has never run; the check ran the model that it was compiled "
     "from"
@@ -181,9 +183,13 @@ def stage_export(
 
 
 def _warn_of_short_memory(source: SourceModel) -> None:
-    """One line where the source in FP32 is more than memory and swap have free: the system may end the export later."""
+    """One line where the source in FP32 is more than memory and swap have free, or more than a container may take: the
+    system may end the export later.
+    """
     needed = 4 * source.architecture.parameters
     free = psutil.virtual_memory().available + psutil.swap_memory().free
+    with contextlib.suppress(OSError, ValueError):  # no container's limit, or "max"
+        free = min(free, int(_CONTAINER_LIMIT.read_text("ascii")))
     if free < needed:
         print(
             f"warning: {visible(source.name)} takes {needed / 1e9:.1f} GB of memory in FP32, and "
