@@ -126,7 +126,7 @@ class WorkerGrammars:
 
     def _compile(self, terms: list[Any]) -> tuple[CompiledGrammar | None, Built]:
         self._trimmer.trim()
-        spec, stop_ids = GrammarSpec(*terms[0]), tuple(terms[1])
+        spec, stop_ids = GrammarSpec.checked(*terms[0]), tuple(terms[1])
         if stop_ids not in self._vocabularies:
             tokenizer = Tokenizer.from_dir(Path(self._model), limit=self._vocab_size)
             self._vocabularies[stop_ids] = Vocabulary(tokenizer, self._vocab_size, stop_ids)
