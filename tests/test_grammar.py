@@ -233,6 +233,7 @@ def test_a_grammar_waits_only_where_its_opener_comes_first(tokenizer: Tokenizer,
     assert opener not in allowed(state, tokenizer.size + PADDING)
     assert GrammarSpec.of_wire(GrammarSpec("regex", "a", **names).to_wire()) == GrammarSpec("regex", "a", **names)
     assert GrammarSpec("regex", "a", **names).hash != GrammarSpec("regex", "a", after=names["after"]).hash
+    assert GrammarSpec.checked("regex", "1", **names) == GrammarSpec("regex", "1", **names)
     with pytest.raises(RequestError, match="`opener` without `after`"):
         GrammarSpec("regex", "a", opener="def")
 
