@@ -104,7 +104,7 @@ def test_the_page_by_keyboard_alone(local: LocalEndpoint, browser: Browser) -> N
         page.wait("document.querySelector('.caret') && document.getElementById('go').textContent === 'Stop'")
         page.press("Escape")
         runs(page, 2)
-        assert text_of(page, "status") == "Stopped." and text_of(page, "go") == "Generate"
+        assert text_of(page, "status") == "Stopped. Seed 5." and text_of(page, "go") == "Generate"
     local.wait_until(local.is_at_rest)
 
 
@@ -130,7 +130,7 @@ def test_stop_always_stops_and_nothing_typed_is_lost(browser: Browser) -> None:
         for number, (since, kept) in enumerate((("", "one"), ("two", "one\ntwo")), 1):
             ask_for_one()
             done(page, number, prompt=since)
-            assert shown() == ("Stopped.", kept)
+            assert shown() == ("Stopped. Seed 5.", kept)
         ask_for_one()
         page.js("document.querySelector('[value=prompt]').click()")
         done(page, 3, prompt="a prompt")
@@ -141,7 +141,7 @@ def test_stop_always_stops_and_nothing_typed_is_lost(browser: Browser) -> None:
         gate.allow(8)
         page.wait("document.querySelector('.turn:last-child .origin-draft, .turn:last-child .origin-target')")
         done(page, 4)
-        assert shown() == ("Stopped.", "")
+        assert shown() == ("Stopped. Seed 5.", "")
         click(page, "go")  # nothing to send is still refused
         assert page.js("document.getElementById('prompt').matches(':invalid') && !document.querySelector('.caret')")
         gate.open()
@@ -160,21 +160,26 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
         assert text_of(page, "model") == "a-draft, no cloud"
         chat(page, max_tokens=24)
         done(page, 1, prompt=PROMPT)
-        assert "24 tokens are unverified." in text_of(page, "status") and page.js(offered)
+        assert "Unverified: 24 tokens." in text_of(page, "status") and page.js(offered)
         assert number_of(page, ".origin-unverified") > 1  # the legend has one
+        done(page, 2, prompt="more")  # and it stays marked when it is an earlier turn
+        assert number_of(page, "#text .turn:nth-child(2) .origin-unverified") == 1
+        shown = "['exact', 'legend-unverified'].map((name) => document.getElementById(name).checkVisibility())"
+        assert page.js(shown) == [False, True]
+        assert [text_of(page, name) for name in ("f-pass", "f-step")] == ["–", "–"]
         click(page, "new")  # the old conversation does not come back
-        assert not page.js(offered)
-        done(page, 2, prompt=PROMPT)
+        assert not page.js(offered) and page.js(shown) == [True, False]
+        done(page, 3, prompt=PROMPT)
         click(page, "verify")
-        page.wait("document.body.dataset.runs === '3'")
+        page.wait("document.body.dataset.runs === '4'")
         assert text_of(page, "error") and page.js(offered)
         with proxy_to(cloud.url, listen_port=port):
-            done(page, 4, "verify")
+            done(page, 5, "verify")
             page.wait("document.getElementById('model').textContent === 'fake'")
-            assert not page.js(offered)
+            assert not page.js(offered) and page.js("document.activeElement.id") == "text"
             asked = ask(own, prompt=None, messages=[message("user", PROMPT)], max_tokens=24)
             assert text_of(page, "text").endswith(visible(whole_text(events_of(asked))))
-            assert "the same" in text_of(page, "status") or "were replaced" in text_of(page, "status")
+            assert "the same" in text_of(page, "status") or " replaced, " in text_of(page, "status")
         own.wait_until(own.is_at_rest)
 
 

@@ -44,8 +44,6 @@ COMMIT = {
     "type": "commit",
     "at_ms": 10.0,
     "accepted": 3,
-    "proposed": 4,
-    "tested": 4,
     "tokens": [
         token("one", "draft", 0),
         token("two", "draft", 0),
@@ -62,12 +60,10 @@ STATE = {
     "type": "state",
     "at_ms": 11.0,
     "tree": [
-        {"id": 1, "text": HOSTILE, "parent": -1, "chance": 0.5, "reach": 0.5, "rank": 0, "is_sent": True},
-        {"id": 2, "text": " b", "parent": 0, "chance": 0.5, "reach": 0.25, "rank": 1, "is_sent": False},
-        {"id": 3, "text": "\n", "parent": -1, "chance": 0.1, "reach": 0.04, "rank": 8, "is_sent": False},
+        {"id": 1, "text": HOSTILE, "parent": -1, "reach": 0.5, "rank": 0, "is_sent": True},
+        {"id": 2, "text": " b", "parent": 0, "reach": 0.25, "rank": 1, "is_sent": False},
+        {"id": 3, "text": "\n", "parent": -1, "reach": 0.04, "rank": 8, "is_sent": False},
     ],
-    "num_ahead": 3,
-    "depth": 4,
     "drafts": [[0, 4, 1]],
     "posts": [[1, 9, 20]],
     "passes": [[2, 12, 6]],
@@ -106,7 +102,7 @@ def test_colours_say_who_produced_a_token(scene: Page) -> None:
     )
     assert len({colour for colour, _ in styles}) == 6
     assert [line for _, line in styles[1:]] == ["solid", "dotted", "dashed", "solid", "wavy"]
-    assert [text_of(scene, name) for name in ("f-accepted", "f-pass", "f-rtt")] == ["43 %", "7.00", "12 ms"]
+    assert [text_of(scene, name) for name in ("f-accepted", "f-pass", "f-rtt")] == ["43 %", "6.00", "12 ms"]
     nodes = scene.js("[...document.querySelectorAll('#tree rect:not(.cursor)')].map((n) => n.getAttribute('class'))")
     assert nodes == ["stroke-draft", "stroke-alternative unsent", "stroke-lookup unsent"]
     assert number_of(scene, "#timeline rect:not(.lane)") == 4
@@ -127,6 +123,37 @@ def test_hostile_text_is_inert(scene: Page) -> None:
     words = scene.js("[...document.querySelectorAll('#tree .token')].map((node) => node.textContent)")
     assert words[0].startswith("<scr") and words[1:] == ["·b", "↵"]
     assert scene.js("window.hacked === undefined && document.querySelectorAll('img, script').length === 1")
+
+
+def test_an_answer_that_breaks_off_is_said_and_a_click_meant_for_stop_starts_nothing(
+    local: LocalEndpoint, browser: Browser
+) -> None:
+    """The page goes on: its text stays, its verifier is looked for until it answers."""
+    broken = f"""const stream = {json.dumps(f"data: {json.dumps(COMMIT)}" + chr(10) * 2)};
+    let looks = 0;
+    const later = window.setTimeout;
+    window.setTimeout = (work, ms) => later(work, ms === 5000 ? 0 : ms);
+    const refusal = {{ error: {{ code: "no_cloud", message: "No verifier answers" }} }};
+    window.fetch = async (path) => path !== {GENERATE!r}
+      ? looks++ ? Response.json({json.dumps(INFO)}) : Response.json(refusal, {{ status: 503 }})
+      : new Response(new ReadableStream({{
+          pull: (to) => {{
+            if (to.sent) to.error(new TypeError("network error"));
+            else to.enqueue(new TextEncoder().encode(stream));
+            to.sent = true;
+          }},
+        }}, {{ highWaterMark: 0 }}));"""
+    with opened(browser, local.url, script=broken) as page:
+        page.wait("document.getElementById('draft').textContent !== '…'")
+        assert text_of(page, "error") == "" and text_of(page, "model") == SHOWN
+        fill(page, seed=1)
+        click(page, "go")
+        page.wait("document.body.dataset.runs === '1'")
+        assert text_of(page, "error") == "The connection broke before the answer ended. Try again."
+        assert number_of(page, "#text .origin-draft") == 1
+        pressed = "document.getElementById('go').dispatchEvent(new MouseEvent('click', {cancelable: true, detail: %d}))"
+        assert not page.js(pressed % 1) and not page.js(pressed % 2)
+        assert page.js("document.body.dataset.runs") == "1" and text_of(page, "go") == "Generate"
 
 
 @pytest.mark.parametrize("width", [320, 360, 768])

@@ -58,11 +58,6 @@ class DraftAhead(DraftWorker):
         self.error: str | None = None
 
     @property
-    def num_ahead(self) -> int:
-        """Nodes of the tree after the known tokens."""
-        return self._belief.tree.num_nodes
-
-    @property
     def plan(self) -> DraftPlan:
         """What to draft now; nothing after the drafter's failure."""
         return self._plan() if self.error is None else DraftPlan(0)

@@ -75,23 +75,20 @@ class ShownToken(BaseModel):
 
 
 class CommitEvent(BaseModel):
-    """A pass of the target. tested: drafted tokens that it compared with its own choice."""
+    """A pass of the target, or what the draft wrote alone."""
 
     type: Literal["commit"] = "commit"
     at_ms: float
     tokens: list[ShownToken]
     accepted: int
-    proposed: int
-    tested: int
 
 
 class ShownGuess(BaseModel):
-    """A node of the tree. parent: its place in the list; -1: it follows the cursor. chance: after its parent."""
+    """A node of the tree. parent: its place in the list; -1: it follows the cursor."""
 
     id: int
     text: str
     parent: int
-    chance: float
     reach: float
     rank: int
     is_sent: bool
@@ -103,8 +100,6 @@ class StateEvent(BaseModel):
     type: Literal["state"] = "state"
     at_ms: float
     tree: list[ShownGuess]
-    num_ahead: int
-    depth: int
     drafts: list[Span]
     posts: list[Span]
     passes: list[Span]
@@ -125,10 +120,7 @@ class EndEvent(BaseModel):
     finish_reason: str
     num_tokens: int
     num_prompt: int
-    cached_prompt_tokens: int
     passes: int
-    accepted: int
-    tested: int
     ttft_ms: float | None = None
     tokens_per_s: float | None = None
     draft_error: str | None = None

@@ -266,7 +266,8 @@ class WatchedText(LocalTexts):
         self._passes.append((round(began_ms, 1), round(self._passed_ms, 1), len(batch.tokens)))
 
     def _commit(self, batch: TokenBatch) -> CommitEvent:
-        self._pass(batch)
+        if not batch.is_unverified:
+            self._pass(batch)
         push = self.choices[0].assembler.push
         ranks = [*batch.ranks, *[None] * (len(batch.tokens) - len(batch.ranks))]
         tokens = [
@@ -282,8 +283,6 @@ class WatchedText(LocalTexts):
             at_ms=self._ms(),
             tokens=tokens,
             accepted=batch.num_accepted,
-            proposed=batch.num_proposed,
-            tested=batch.num_tested,
         )
 
     def _state(self) -> StateEvent:
@@ -293,7 +292,6 @@ class WatchedText(LocalTexts):
                 id=node.token,
                 text=decode([node.token], skip_special_tokens=False),
                 parent=parent,
-                chance=round(node.chance, 3),
                 reach=round(node.reach, 3),
                 rank=node.rank,
                 is_sent=node.number is not None,
@@ -303,13 +301,11 @@ class WatchedText(LocalTexts):
         return StateEvent(
             at_ms=self._ms(),
             tree=tree,
-            num_ahead=ahead.num_ahead if ahead is not None else 0,
-            depth=ahead.plan.depth if ahead is not None else 0,
             drafts=_taken(self._drafts),
             posts=_taken(self._posts),
             passes=_taken(self._passes),
             round_trip_ms=finite(estimates.round_trip_ms) or None,
-            step_ms=finite(estimates.step_ms),
+            step_ms=finite(estimates.step_ms) if estimates.round_trip_ms > 0.0 else None,  # else it is assumed
             draft_ms=finite(estimates.draft_ms) if self.is_drafted else None,
         )
 
@@ -324,10 +320,7 @@ class WatchedText(LocalTexts):
             finish_reason=result.finish_reason,
             num_tokens=len(result.tokens),
             num_prompt=len(choice.request.prompt),
-            cached_prompt_tokens=result.cached_prompt_tokens,
             passes=result.num_passes,
-            accepted=result.num_accepted,
-            tested=result.num_tested,
             ttft_ms=finite(result.ttft_ms),
             tokens_per_s=finite(result.tokens_per_s),
             draft_error=result.draft_error if shows_details else None,

@@ -1,18 +1,22 @@
 // The page of the local endpoint: takes a request, shows the text as it comes and how it was drafted.
 
 import { Refused, generate, info, useKey, verify } from "./server.js";
-import { duration, number, svg, visible } from "./shown.js";
+import { counted, duration, number, svg, visible } from "./shown.js";
 import { Timeline } from "./timeline.js";
 import { advance, drawTree } from "./tree.js";
 
 const at = (id) => document.getElementById(id);
+const RETRY_MS = 5000;
+const STOP_MS = 500;
 const timeline = new Timeline(at("timeline"));
 let conversation = [];
+const unchecked = new WeakSet(); // its messages with text of the draft alone
 let numDropped = 0; // of its first messages, which the model no longer sees
 let contextTokens = 0; // that the model takes at most
 let running = null;
 let tree = [];
 let unverified = null; // the answer that the target may check
+let endedMs = -Infinity; // when the last text ended
 let otherMode = ""; // what is written for the mode that is not chosen
 
 /** One text as it is shown; `into` is emptied by the caller. */
@@ -36,7 +40,7 @@ class Shown {
   }
 
   takeCommit(commit) {
-    this.passes += 1;
+    if (commit.tokens[0]?.origin !== "unverified") this.passes += 1;
     this.accepted += commit.accepted;
     if (this.firstMs === null) this.firstMs = commit.at_ms;
     else this.numLater += commit.tokens.length;
@@ -86,7 +90,9 @@ class Shown {
     for (const [origin, count] of Object.entries(this.counts)) {
       document.querySelector(`[data-count="${origin}"]`).textContent = count;
     }
-    at("legend-unverified").hidden = !this.counts.unverified;
+    const isVerified = !at("text").querySelector(".origin-unverified");
+    at("legend-unverified").hidden = isVerified;
+    at("exact").hidden = !isVerified;
   }
 
   showFigures(state) {
@@ -94,7 +100,7 @@ class Shown {
     const rate = this.lastMs > this.firstMs ? this.numLater / ((this.lastMs - this.firstMs) / 1000) : null;
     at("f-rate").textContent = number(rate, 1);
     at("f-accepted").textContent = number(this.numTokens ? (100 * this.accepted) / this.numTokens : null, 0, " %");
-    at("f-pass").textContent = number(this.passes ? this.numTokens / this.passes : null, 2);
+    at("f-pass").textContent = number(this.passes ? (this.numTokens - this.counts.unverified) / this.passes : null, 2);
     at("f-rtt").textContent = duration(state.round_trip_ms);
     at("f-step").textContent = duration(state.step_ms);
     at("f-call").textContent = duration(state.draft_ms);
@@ -123,6 +129,7 @@ function status(words) {
 function complain(words) {
   at("error").textContent = visible(words);
   at("error").hidden = !words;
+  if (words) at("error").scrollIntoView({ block: "nearest" });
 }
 
 function randomSeed() {
@@ -174,13 +181,18 @@ function stage(prompt, messages, before) {
   const box = at("text");
   box.dataset.left = "no";
   if (!messages) {
-    const span = document.createElement("span");
-    span.className = "prompt";
-    span.textContent = visible(prompt);
-    box.replaceChildren(span);
+    const words = visible(prompt);
+    const cut = words.lastIndexOf("\n") + 1;
+    const part = (name, text) => {
+      const element = document.createElement(name);
+      element.className = "prompt";
+      element.textContent = text;
+      return element;
+    };
+    box.replaceChildren(...(cut ? [part("div", words.slice(0, cut))] : []), part("span", words.slice(cut)));
     return box;
   }
-  const turns = [...before, ...messages].map((message) => turn(message.role === "user" ? "You" : "Model", message.content, message.role === "user" ? "prompt" : "origin-target")[0]);
+  const turns = [...before, ...messages].map((message) => turn(message.role === "user" ? "You" : "Model", message.content, message.role === "user" ? "prompt" : unchecked.has(message) ? "origin-unverified" : "origin-target")[0]);
   const [last, words] = turn("Model", "", "origin-target");
   words.replaceChildren();
   box.replaceChildren(...turns, last);
@@ -188,9 +200,13 @@ function stage(prompt, messages, before) {
   return words;
 }
 
+function lines({ first_line: first, last_line: last }) {
+  return first === last ? `line ${first}` : `lines ${first} to ${last}`;
+}
+
 /** Says which passages of the server's documents stand before the prompt. */
 function showPassages(passages) {
-  const found = passages.map((each) => `${visible(each.document)}, lines ${each.first_line} to ${each.last_line}`);
+  const found = passages.map((each) => `${visible(each.document)}, ${lines(each)}`);
   at("passages").textContent = found.length ? `With passages from ${found.join("; ")}.` : "";
   at("passages").hidden = !found.length;
 }
@@ -214,6 +230,7 @@ async function one(request, signal, before = []) {
     return { shown, end: { ...end, request, before } };
   } catch (error) {
     error.shown = shown;
+    error.seed = request.seed;
     throw error;
   } finally {
     shown.close();
@@ -224,9 +241,9 @@ function summary(shown, end, seed) {
   const reasons = { stop: "the model ended it", length: "the limit was reached", context: "the context is full" };
   const rate = end.tokens_per_s === undefined ? "" : `, ${number(end.tokens_per_s, 1)} tokens/s`;
   return [
-    `${end.num_tokens} tokens in ${number(end.at_ms / 1000, 1)} s${rate}; ${reasons[end.finish_reason] || "it has ended"}.`,
-    shown.late ? `${shown.late} of the target’s own were guessed here too, but not verified in time.` : "",
-    end.num_unverified ? `${end.num_unverified} tokens are unverified.` : "",
+    `${counted(end.num_tokens, "token")} in ${number(end.at_ms / 1000, 1)} s${rate}; ${reasons[end.finish_reason] || "it has ended"}.`,
+    shown.late ? `Guessed here too, but not verified in time: ${shown.late} of the target’s own.` : "",
+    end.num_unverified ? `Unverified: ${counted(end.num_unverified, "token")}.` : "",
     end.eased_by ? `Drafted with half the work: ${visible(end.eased_by)}.` : "",
     end.failed_drafts?.length ? `Left out for now, after a failure: ${visible(end.failed_drafts.join(", "))}.` : "",
     end.draft_error ? `Drafting ended early: ${visible(end.draft_error)}.` : "",
@@ -246,7 +263,7 @@ async function run(work) {
   try {
     await work(running.signal);
   } catch (error) {
-    if (error.name === "AbortError") status("Stopped.");
+    if (error.name === "AbortError") status(error.seed === undefined ? "Stopped." : `Stopped. Seed ${error.seed}.`);
     else if (error instanceof Refused) {
       status("");
       complain(error.message);
@@ -258,6 +275,7 @@ async function run(work) {
     }
   } finally {
     running = null;
+    endedMs = performance.now();
     at("go").textContent = "Generate";
     at("compare").removeAttribute("aria-disabled");
     at("new").removeAttribute("aria-disabled");
@@ -284,16 +302,22 @@ function generateNow() {
     at("prompt").value = "";
     try {
       const { shown, end } = await one({ ...chosen, messages: all.slice(before.length) }, signal, before);
-      conversation = [...all, { role: "assistant", content: shown.text }];
+      conversation = [...all, answer(shown)];
       status(summary(shown, end, chosen.seed));
       offerCheck(end);
     } catch (error) {
       if (error.name === "AbortError" && error.shown.text) {
-        conversation = [...all, { role: "assistant", content: error.shown.text }];
+        conversation = [...all, answer(error.shown)];
       } else giveBack(text);
       throw error;
     }
   });
+}
+
+function answer(shown) {
+  const message = { role: "assistant", content: shown.text };
+  if (shown.counts.unverified) unchecked.add(message);
+  return message;
 }
 
 /** Puts a message that got no answer back into the chat's box, before what was typed since. */
@@ -314,19 +338,20 @@ function checkNow() {
   if (running || !unverified) return;
   const { id, request, before } = unverified;
   run(async (signal) => {
+    at("text").focus(); // the button that had it is gone
     status("The target checks it…");
     let choice;
     try {
       [choice] = (await verify(id, signal)).choices;
     } catch (error) {
-      offerCheck({ num_unverified: 1, id, request, before });
+      if (error.status !== 404) offerCheck({ num_unverified: 1, id, request, before });
       throw error;
     }
     const shown = new Shown(stage(request.prompt, request.messages, before));
     shown.add(choice.text, "origin-target");
     shown.close();
     if (request.messages) conversation = [...before, ...request.messages, { role: "assistant", content: choice.text }];
-    const replaced = `${choice.replaced_tokens} unverified tokens were replaced, ${choice.confirmed_tokens} confirmed.`;
+    const replaced = `Unverified tokens: ${choice.replaced_tokens} replaced, ${choice.confirmed_tokens} confirmed.`;
     status(choice.is_same ? "The target’s text is the same." : replaced);
   });
 }
@@ -375,7 +400,7 @@ function drawBars(cloud, drafted) {
   const picture = at("bars");
   const longest = Math.max(cloud?.end.at_ms || 0, drafted?.end.at_ms || 0) || 1;
   const bar = (name, y, found) =>
-    svg("rect", { class: name, x: 0, y, height: 14, rx: 2, width: found ? (found.end.at_ms / longest) * picture.clientWidth : 0 });
+    svg("rect", { class: name, x: 0, y, height: 14, rx: 2, width: found ? `${(100 * found.end.at_ms) / longest}%` : 0 });
   picture.replaceChildren(bar("cloud", 0, cloud), bar("drafted", 19, drafted));
 }
 
@@ -405,6 +430,7 @@ async function look(given) {
   } catch (error) {
     if (error.status === 401) askForKey();
     if (error.status !== 401 || at("key").value) complain(error.message);
+    if (error.status === 503) setTimeout(() => running || look(), RETRY_MS); // its verifier may be starting
   }
   document.body.dataset.looked = "yes";
 }
@@ -413,6 +439,10 @@ function showMode() {
   const chat = isChat();
   at("prompt-label").textContent = chat ? "Message" : "Prompt";
   at("new").hidden = !chat;
+  if (chat && !running && conversation.length) {
+    stage("", conversation, []);
+    at("text").lastChild.remove();
+  }
   [at("prompt").value, otherMode] = [otherMode, at("prompt").value];
 }
 
@@ -420,6 +450,10 @@ at("form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (running) running.abort();
   else generateNow();
+});
+at("go").addEventListener("click", (event) => {
+  // Neither the second click of two, nor one for Stop that comes as the text ends, does the opposite of what was meant.
+  if (event.detail > 1 || (event.detail && performance.now() - endedMs < STOP_MS)) event.preventDefault();
 });
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -433,6 +467,10 @@ at("new").addEventListener("click", () => {
   numDropped = 0;
   offerCheck(null);
   at("text").replaceChildren();
+  showPassages([]);
+  timeline.clear();
+  showTree([]);
+  new Shown(at("text")).close();
   status("A new conversation.");
   at("prompt").focus();
 });
@@ -447,7 +485,7 @@ at("text").addEventListener("scroll", () => {
   box.dataset.left = box.scrollHeight - box.scrollTop - box.clientHeight > 40 ? "yes" : "no";
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running) running.abort();
+  if (event.key === "Escape" && running && !event.isComposing) running.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === at("prompt")) {
     event.preventDefault();
     generateNow();

@@ -18,13 +18,13 @@ export function useKey(given) {
 
 /** What runs here. */
 export async function info() {
-  return (await call("/v1/outrider/info", {})).json();
+  return (await call("/v1/outrider/info", {})).json().catch(broken);
 }
 
 /** Has the target check an answer with unverified text. */
 export async function verify(id, signal) {
   const options = { method: "POST", body: JSON.stringify({ id }), headers: { "Content-Type": "application/json" }, signal };
-  return (await call("/v1/outrider/verify", options)).json();
+  return (await call("/v1/outrider/verify", options)).json().catch(broken);
 }
 
 /** Generates a text; calls `take` with each event, and returns the last. */
@@ -38,8 +38,8 @@ export async function generate(request, signal, take) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Refused(0, "The connection ended before the text did.");
+    const { value, done } = await reader.read().catch(broken);
+    if (done) broken({});
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {
@@ -50,6 +50,12 @@ export async function generate(request, signal, take) {
       if (event.type === "end") return event;
     }
   }
+}
+
+/** An answer that breaks off. */
+function broken(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Refused(0, "The connection broke before the answer ended. Try again.");
 }
 
 async function call(path, options) {

@@ -29,6 +29,11 @@ export function number(value, decimals = 0, unit = "") {
   return value === undefined || value === null || !Number.isFinite(value) ? "–" : value.toFixed(decimals) + unit;
 }
 
+/** "1 token", "2 tokens". */
+export function counted(count, word) {
+  return `${count} ${word}${count === 1 ? "" : "s"}`;
+}
+
 /** Milliseconds. */
 export function duration(ms) {
   return number(ms, ms < 10 ? 1 : 0, " ms");
