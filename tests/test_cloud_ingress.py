@@ -229,6 +229,15 @@ def test_one_client_leaves_room_for_others() -> None:
     assert len(table) == len(table.by_client) == 0
 
 
+def test_probes_in_the_machine_have_a_place() -> None:
+    """Clients elsewhere take all connections but one of 128: a liveness probe that is refused restarts the server."""
+    table = ConnectionTable(ConnectionLimits(max_connections=256, max_per_client=256))
+    tickets = [table.admit("192.0.2.1") for _ in range(256)]
+    assert tickets.count(None) == 2 and table.admit("192.0.2.2") is None
+    machine = [table.admit(host) for host in ("127.0.0.1", "::ffff:127.0.0.1", "::1")]
+    assert [ticket is None for ticket in machine] == [False, False, True]
+
+
 def test_the_limit_on_open_files_bounds_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """The soft limit is raised where the hard one allows it."""
     resource, raise_to = pytest.importorskip("resource"), Mock()

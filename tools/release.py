@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,8 +70,16 @@ def write_checksums(place: Path) -> None:
 
 
 def make(out: Path, extras: str) -> Audit:
-    """Makes the release in the directory `out`, which must not exist."""
+    """Makes the release in the directory `out`, which must not exist; one that fails leaves none."""
     out.mkdir(parents=True)
+    try:
+        return _made(out, extras)
+    except BaseException:
+        shutil.rmtree(out)
+        raise
+
+
+def _made(out: Path, extras: str) -> Audit:
     run(sys.executable, str(ROOT / "tests" / "wheel_job.py"), "--keep", str(out))
     version = project_version(ROOT)
     committed = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]

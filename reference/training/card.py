@@ -24,7 +24,7 @@ and their code is plausible, not correct.
 ## Measured
 
 On the {num_files} held-out files ({heldout_tokens:,} tokens), in fp32 from the stored bfloat16 weights. Every number
-in this section comes from `python -m training.evaluate`; `--check` compares a fresh run with
+in this section comes from `PYTHONPATH=reference python -m training.evaluate`; `--check` compares a fresh run with
 `metrics.json`.
 
 {tables}
@@ -57,7 +57,7 @@ of this size can repeat passages of it. The weights are under the licence of thi
 
 ## Recipe
 
-`python -m training.train` repeats the run with the same seeds and stages. Stages are given
+`PYTHONPATH=reference python -m training.train` repeats the run with the same seeds and stages. Stages are given
 minutes, not steps, so the result depends on the machine and is not equal bit by bit. This run: {hardware},
 Python {python}, torch {torch}, transformers {transformers}:
 

@@ -1,4 +1,4 @@
-"""Measures the reference pair on held-out files: `python -m training.evaluate`.
+"""Measures the reference pair on held-out files: `PYTHONPATH=reference python -m training.evaluate`.
 
 Prints held-out perplexity and the acceptance table; with `--check` compares them with `metrics.json`, which is kept
 beside the models, and exits with status 1 where they differ by more than another processor's rounding explains.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.models.hosts import client_network
+from outrider.models.hosts import client_network, is_loopback
 from outrider.models.process.by_owner import Shares
 from outrider.models.wire.protocol import MAX_BODY_BYTES
 
@@ -64,6 +64,10 @@ class ConnectionLimits:
 
 _log = logging.getLogger("outrider.ingress")
 
+_FOR_THE_MACHINE: Final = 128
+"""One of so many connections is kept for the machine itself: probes in a container, which restart a server that does
+not answer.
+"""
 _OTHER_FILES: Final = 64
 """Files that a server has open beside its connections: the model, logs, the event loop."""
 
@@ -144,9 +148,10 @@ class ConnectionTable:
     def admit(self, host: str) -> Ticket | None:
         """A place for a connection from `host`; None if there is none."""
         client = client_network(host)
-        if self.by_client.add(client, 1):
+        kept = 0 if is_loopback(host) or is_loopback(client) else self._max // _FOR_THE_MACHINE
+        is_full = len(self) >= self._max - kept
+        if not is_full and self.by_client.add(client, 1):
             return Ticket(self, client)
-        is_full = len(self) >= self._max
         self.note("too many connections" if is_full else "too many connections of one client")
         return None
 
