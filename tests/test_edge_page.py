@@ -166,7 +166,11 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
         assert number_of(page, "#text .turn:nth-child(2) .origin-unverified") == 1
         shown = "['exact', 'legend-unverified'].map((name) => document.getElementById(name).checkVisibility())"
         assert page.js(shown) == [False, True]
-        assert [text_of(page, name) for name in ("f-pass", "f-step")] == ["–", "–"]
+        assert [text_of(page, name) for name in ("f-pass", "f-step", "f-rtt")] == ["–", "–", "–"]
+        assert number_of(page, "#timeline .fill-verify") == 0
+        page.js("document.querySelector('[value=prompt]').click()")
+        click(page, "chat")  # the conversation is back in view, and what was offered for another text is not
+        assert len(turns_of(page)) == 4 and page.js(shown) == [False, True] and not page.js(offered)
         click(page, "new")  # the old conversation does not come back
         assert not page.js(offered) and page.js(shown) == [True, False]
         done(page, 3, prompt=PROMPT)
@@ -199,6 +203,8 @@ def test_a_comparison_and_a_conversation(local: LocalEndpoint, browser: Browser)
             times = page.js(f"[...document.querySelectorAll('#{row} td')].map((cell) => cell.textContent)")
             assert re.fullmatch(r"\d+\.\d\d s", times[0]) and re.fullmatch(r"\d+ ms", times[1]), times
             assert int(times[1].removesuffix(" ms")) >= 50
+        widths = page.js("[...document.querySelectorAll('#bars rect')].map((bar) => bar.getAttribute('width'))")
+        assert "100%" in widths and all(width.endswith("%") for width in widths)
         chat(page)
         messages: list[dict[str, str]] = []
         for number, words in enumerate(("zip(", "drafts"), 2):
@@ -208,8 +214,14 @@ def test_a_comparison_and_a_conversation(local: LocalEndpoint, browser: Browser)
             answer = local.post(asked, "/v1/chat/completions")["choices"][0]["message"]["content"]
             messages.append(message("assistant", answer))
             assert turns_of(page) == [visible(each["content"]) for each in messages]
+        page.js("document.querySelector('[value=prompt]').click()")
+        done(page, 4, prompt="a\nb")
+        assert page.js("document.querySelector('#text div.prompt').textContent") == "a\n"
+        assert text_of(page, "text").startswith("a\nb") and turns_of(page) == []
+        click(page, "chat")
+        assert turns_of(page) == [visible(each["content"]) for each in messages]
         click(page, "new")
-        assert turns_of(page) == []
+        assert turns_of(page) == [] and text_of(page, "f-rate") == "–"
 
 
 def test_the_policy_stops_what_the_page_does_not_do(local: LocalEndpoint, browser: Browser) -> None:

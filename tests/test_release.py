@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.raw_server import http_answer, raw_server, writes
@@ -51,6 +52,14 @@ def test_an_older_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit, match=r"^outrider needs Python 3\.11 or newer; this is "):
         exec(code, {"__name__": "hook"})
     assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_a_release_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """So the next one is not refused because of it."""
+    with pytest.raises(release.Refused), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "run", Mock(side_effect=release.Refused("the wheel job failed")))
+        release.make(tmp_path / "dist", "all")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class StepTimeCurve:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, float] = {}
         self._by_tokens: NDArray[np.float64] | None = None  # seconds of 1, 2, ... tokens; None: out of date
-        self._longest = SIZES[-1]  # as many, at least: what is asked for between two steps is made beside one
+        self._longest = SIZES[-1]  # of the next one, at least: long enough that none is made between two steps
         self._means: dict[int, tuple[float, float, float]] = {}  # weight, mean positions, mean seconds, by size
         self._spread = self._slant = 0.0  # sums of squares and products around the means
         self._slope_s = 0.0
@@ -221,8 +221,8 @@ class StepTimeCurve:
     def _without_context(self, max_tokens: int) -> NDArray[np.float64]:
         """Seconds of 1 .. max_tokens tokens that attend to nothing; not to be changed."""
         if (by_tokens := self._by_tokens) is None or len(by_tokens) < max_tokens:
-            self._longest = max(self._longest, max_tokens)
-            by_tokens = self._by_tokens = self._predicted(self._longest)
+            longest = self._longest = max(self._longest, max_tokens)
+            by_tokens = self._by_tokens = self._predicted(longest)
         return by_tokens[:max_tokens]
 
     def expected_s(self, size: StepSize) -> float:

@@ -180,6 +180,7 @@ class WatchedText(LocalTexts):
         self._ahead: DraftAhead | None = None
         self._began_s = time.perf_counter()
         self._passed_ms = 0.0  # the end of the last pass
+        self._is_alone = False  # no cloud answers: the draft writes
         self._drafts = deque[Span](maxlen=MAX_SPANS)  # added to in another thread
         self._posts = deque[Span](maxlen=MAX_SPANS)
         self._passes = deque[Span](maxlen=MAX_SPANS)
@@ -266,6 +267,7 @@ class WatchedText(LocalTexts):
         self._passes.append((round(began_ms, 1), round(self._passed_ms, 1), len(batch.tokens)))
 
     def _commit(self, batch: TokenBatch) -> CommitEvent:
+        self._is_alone = batch.is_unverified
         if not batch.is_unverified:
             self._pass(batch)
         push = self.choices[0].assembler.push
@@ -287,6 +289,7 @@ class WatchedText(LocalTexts):
 
     def _state(self) -> StateEvent:
         ahead, estimates, decode = self._ahead, self._estimates, self.core.tokenizer.decode
+        is_measured = estimates.round_trip_ms > 0.0 and not self._is_alone  # else the step is assumed, or of before
         tree = [
             ShownGuess(
                 id=node.token,
@@ -304,8 +307,8 @@ class WatchedText(LocalTexts):
             drafts=_taken(self._drafts),
             posts=_taken(self._posts),
             passes=_taken(self._passes),
-            round_trip_ms=finite(estimates.round_trip_ms) or None,
-            step_ms=finite(estimates.step_ms) if estimates.round_trip_ms > 0.0 else None,  # else it is assumed
+            round_trip_ms=(finite(estimates.round_trip_ms) or None) if is_measured else None,
+            step_ms=finite(estimates.step_ms) if is_measured else None,
             draft_ms=finite(estimates.draft_ms) if self.is_drafted else None,
         )
 

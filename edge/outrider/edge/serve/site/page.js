@@ -16,6 +16,7 @@ let contextTokens = 0; // that the model takes at most
 let running = null;
 let tree = [];
 let unverified = null; // the answer that the target may check
+let retry = 0; // the timer of the next look
 let endedMs = -Infinity; // when the last text ended
 let otherMode = ""; // what is written for the mode that is not chosen
 
@@ -77,7 +78,7 @@ class Shown {
   }
 
   takeEnd(end) {
-    this.add(end.text, "origin-target");
+    this.add(end.text, this.counts.unverified ? "origin-unverified" : "origin-target");
     showTree([]);
     if (end.tokens_per_s !== undefined) at("f-rate").textContent = number(end.tokens_per_s, 1);
   }
@@ -90,9 +91,7 @@ class Shown {
     for (const [origin, count] of Object.entries(this.counts)) {
       document.querySelector(`[data-count="${origin}"]`).textContent = count;
     }
-    const isVerified = !at("text").querySelector(".origin-unverified");
-    at("legend-unverified").hidden = isVerified;
-    at("exact").hidden = !isVerified;
+    showExact();
   }
 
   showFigures(state) {
@@ -105,6 +104,13 @@ class Shown {
     at("f-step").textContent = duration(state.step_ms);
     at("f-call").textContent = duration(state.draft_ms);
   }
+}
+
+/** Says whose the text is, by what is in view. */
+function showExact() {
+  const isVerified = !at("text").querySelector(".origin-unverified");
+  at("legend-unverified").hidden = isVerified;
+  at("exact").hidden = !isVerified;
 }
 
 function showTree(guesses) {
@@ -127,6 +133,7 @@ function status(words) {
 }
 
 function complain(words) {
+  if (at("error").textContent === visible(words)) return; // said already
   at("error").textContent = visible(words);
   at("error").hidden = !words;
   if (words) at("error").scrollIntoView({ block: "nearest" });
@@ -417,6 +424,14 @@ async function showFacts() {
   at("delay").max = facts.max_round_trip_ms;
   at("chat").disabled = !facts.has_chat_template;
   at("no-chat").hidden = facts.has_chat_template;
+  if (facts.has_chat_template) at("chat").removeAttribute("aria-describedby");
+  else at("chat").setAttribute("aria-describedby", "no-chat");
+}
+
+/** For a verifier that may be starting: once nothing runs. */
+function lookAgain() {
+  clearTimeout(retry);
+  retry = setTimeout(() => (running ? lookAgain() : look()), RETRY_MS);
 }
 
 /** Asks what runs here. given: a key to ask with from now on. */
@@ -430,7 +445,7 @@ async function look(given) {
   } catch (error) {
     if (error.status === 401) askForKey();
     if (error.status !== 401 || at("key").value) complain(error.message);
-    if (error.status === 503) setTimeout(() => running || look(), RETRY_MS); // its verifier may be starting
+    if (error.status === 503) lookAgain();
   }
   document.body.dataset.looked = "yes";
 }
@@ -442,6 +457,8 @@ function showMode() {
   if (chat && !running && conversation.length) {
     stage("", conversation, []);
     at("text").lastChild.remove();
+    offerCheck(null);
+    showExact();
   }
   [at("prompt").value, otherMode] = [otherMode, at("prompt").value];
 }
