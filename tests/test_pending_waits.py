@@ -11,8 +11,9 @@ from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 from tests.pending_drafts import commit, learn_and_wait, line_message, pending, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.pending.draft_lag import DraftLag
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import DraftLag, StepSize
+from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts

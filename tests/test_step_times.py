@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from outrider.cloud.api.stream import StepTimes
 from outrider.cloud.pending import estimators
+from outrider.cloud.pending.draft_lag import DraftLag
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import (
     AcceptanceEstimator,
-    DraftLag,
     StepSize,
     StepTimeCurve,
     tokens_within_a_step,

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
+from outrider.cloud.pending.draft_lag import DraftLag
 from outrider.cloud.pending.estimators import (
     CHEAP,
     AcceptanceEstimator,
-    DraftLag,
     StepSize,
 )
 from outrider.cloud.pending.lookup import RecentTextSource

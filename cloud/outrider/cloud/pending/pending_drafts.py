@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.pending.draft_lag import DraftLag
+from outrider.cloud.pending.estimators import AcceptanceEstimator
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
