@@ -4,12 +4,12 @@
 
 Real processes of the reference pair, the target not widened. Texts run all the while, several at once: greedy and
 sampled, with top-p, processors and grammars, in every mode of the agent's API and through the local endpoint, in two
-places: at one verifier, and at two replicas on Ray behind TLS, with a Redis. A fault is drawn, strikes while a text is
-under way, and is healed; the next one waits until all texts that met it are over. A text goes on and is its twin, which
-the verifier wrote alone before, token by token. Only where a process is killed, or can hardly allocate, may it end
-before, by an error that has a name; its beginning is the twin's, and it is asked for again until it is right. In plain
-HTTP nobody can see a flipped digit of a token, so bits flip inside TLS; --plant makes such a wrong token and has to
-fail.
+places: at one verifier, and at two replicas on Ray behind TLS, with a Redis. Each place has its own faults: one is
+drawn, strikes while a text is under way, and is healed; the next one waits until all texts that met it are over. A text
+goes on and is its twin, which the verifier wrote alone before, token by token. Only where a process is killed, or can
+hardly allocate, may it end before, by an error that has a name; its beginning is the twin's, and it is asked for again
+until it is right. In plain HTTP nobody can see a flipped digit of a token, so bits flip inside TLS; --plant makes such
+a wrong token and has to fail.
 
 At the end sessions are dropped at random points (`bench.dropped`) at the verifier that has lived through the last
 faults: 1,000 to warm up, 3,000 that count.
@@ -29,6 +29,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,26 +60,16 @@ ALONE: Final = ("--no-lookup",)
 
 
 def disturb(
-    places: dict[bool, tuple[Place, Traffic]],
-    names: Sequence[str],
-    chance: random.Random,
-    minutes: float,
-    on_round: Callable[[float], None],
+    place: Place, traffic: Traffic, names: Sequence[str], chance: random.Random, on_round: Callable[[], bool]
 ) -> None:
-    """Strikes in whole rounds of all faults, in an order that is drawn, until the time is over; at least one round.
-
-    places: by whether they have replicas. on_round: called with the seconds so far.
-    """
-    began_s = time.monotonic()
+    """Strikes in whole rounds of these faults, each round in an order that is drawn. on_round: whether to go on."""
     while True:
         for name in chance.sample(names, len(names)):
             fault = FAULTS[name]
-            place, traffic = places[fault.is_replicated]
             traffic.wait_for_middle(0.9 * chance.random(), at_endpoint=fault.is_agents)
             with traffic.struck(name, fault):
                 fault.strike(place, chance)
-        on_round(took_s := time.monotonic() - began_s)
-        if took_s > 60 * minutes:
+        if not on_round():
             return
 
 
@@ -113,10 +104,20 @@ def run(
     lab: Lab, cases: Sequence[Case], names: Sequence[str], plan: Plan, console: Console
 ) -> tuple[Ledger, dict[str, Any]]:
     """The whole run; what is missed is in the ledger. Also the other figures."""
-    ledger, chance, figures = Ledger(), random.Random(plan.seed), dict[str, Any]()
+    ledger, figures = Ledger(), dict[str, Any]()
 
-    def on_round(took_s: float) -> None:
-        console.print(f"{took_s / 60:5.1f} minutes: {ledger.injected.total()} faults, {ledger.num_equal.total()} texts")
+    def on_round() -> bool:
+        minutes = (time.monotonic() - began_s) / 60
+        console.print(f"{minutes:5.1f} minutes: {ledger.injected.total()} faults, {ledger.num_equal.total()} texts")
+        return minutes < plan.minutes and not ledger.missed
+
+    def strike(is_replicated: bool) -> None:
+        place, traffic = places[is_replicated]
+        own = [name for name in names if FAULTS[name].is_replicated == is_replicated]
+        try:
+            disturb(place, traffic, own, random.Random(plan.seed + is_replicated), on_round)
+        except SystemExit as error:
+            ledger.missed += filter(None, [str(error)])  # empty: a thread of texts has told it
 
     prompts = [list(lab.encode(prompt.text)) for prompt in load_prompts(64)]
     with ExitStack() as stack:
@@ -137,9 +138,11 @@ def run(
                     flows.enter_context(traffic.flowing(lab, AT_ONCE))
                 if plan.plant:
                     places[False][0].proxy.plant()
-                disturb(places, names, chance, plan.minutes, on_round)
+                began_s = time.monotonic()
+                with ThreadPoolExecutor() as pool:
+                    list(pool.map(strike, places))
         except SystemExit as error:
-            ledger.missed += filter(None, [str(error)])  # empty: a thread of texts has told it
+            ledger.missed.append(str(error))
         if plan.sessions[0] and not ledger.missed and False in places:
             cloud = places[False][0].cloud
             struck, server = replace(lab, url=cloud.url), psutil.Process(cloud.pid)
