@@ -302,6 +302,23 @@ def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
         assert (asked[1], clock.now, len(asked)) == pytest.approx((first_s, last_s, num))
 
 
+def test_a_question_of_serve_survives_a_moment_of_cut_connections() -> None:
+    """Three in a row, as where bits of TLS flip; a link that stays bad is given up in a third of a second."""
+    clock, asked = Clock(), list[float]()
+    works = verifier(clock, asked)
+
+    def cut(request: httpx.Request) -> httpx.Response:
+        if len(asked) == 3:
+            return works(request)
+        asked.append(clock.now)
+        raise httpx.RemoteProtocolError("Server disconnected without sending a response.", request=request)
+
+    assert run(facts_from(clock, cut, retry=quick(1), jitter=0.5)) == FACTS
+    assert asked == pytest.approx([0.0, 0.05, 0.15, 0.35])
+    with pytest.raises(CloudError, match="after 4 attempts"):
+        run(facts_from(Clock(), cut, retry=quick(1), jitter=0.5))
+
+
 def test_a_file_that_allows_it_shortens_no_wait_of_other_modes(
     fake_bundle: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:

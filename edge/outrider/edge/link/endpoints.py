@@ -44,16 +44,17 @@ class RetryPolicy:
     Once an endpoint has answered, failures must also have gone on for `max_outage_s`: a server that restarts refuses
     many connections in a few seconds. After it was given up that does not count before an endpoint answers again. A URL
     that never answered is wrong more often than late, except at a loopback address: a server that was started a moment
-    ago refuses connections while it loads, so failures must have gone on for `max_loading_s`. After each whole round of
-    endpoints comes a pause, which doubles, also from one outage to the next where hardly a token has come between them.
-    Pauses vary, so that devices that lost the same server do not come back together. An endpoint that asks for a longer
-    one (Retry-After) is not tried before, and others come first; but nobody waits for that beyond `max_asked_s` after
-    the outage began, or beyond the time above.
+    ago refuses connections while it loads, so failures must have gone on for `max_loading_s`, and where connections are
+    cut, for `max_cut_s`. After each whole round of endpoints comes a pause, which doubles, also from one outage to the
+    next where hardly a token has come between them. Pauses vary, so that devices that lost the same server do not come
+    back together. An endpoint that asks for a longer one (Retry-After) is not tried before, and others come first; but
+    nobody waits for that beyond `max_asked_s` after the outage began, or beyond the time above.
     """
 
     max_failures: int = 6
     max_outage_s: float = 20.0
     max_loading_s: float = 15.0
+    max_cut_s: float = 0.0
     first_pause_s: float = 0.05
     max_pause_s: float = 2.0
     max_asked_s: float = 300.0
@@ -254,7 +255,9 @@ class Endpoints:
         if self._is_patient:
             return self._retry.max_outage_s
         is_loading = error.is_absent and any(client.is_local for client in self._clients)
-        return self._retry.max_loading_s if is_loading else 0.0
+        if is_loading:
+            return self._retry.max_loading_s
+        return self._retry.max_cut_s if error.status is None else 0.0
 
     def _question(self, text: TextOrigin) -> str:
         """What to ask where nothing answers."""

@@ -39,6 +39,8 @@ MOMENT_S: Final = 0.5
 """How long a text that the draft may write alone waits for verifiers of which none has answered within FACTS_S."""
 READY_S: Final = 1.0
 """The same for readiness: probes may come often."""
+CUT_S: Final = 0.3
+"""How long it asks again verifiers that cut its connections."""
 ASKED_S: Final = 3.0
 """How long a text waits for verifiers that ask for time; then its client gets 503, and can do so itself."""
 
@@ -203,8 +205,12 @@ class Upstream:
 
 
 def quick(num_clouds: int) -> RetryPolicy:
-    """For what a client waits for before its text begins: each verifier is asked once, an only one twice."""
-    return RetryPolicy(max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_asked_s=0.0)
+    """For what a client waits for before its text begins: each verifier is asked once, an only one twice; oftener where
+    they cut the connections at once.
+    """
+    return RetryPolicy(
+        max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_cut_s=CUT_S, max_asked_s=0.0
+    )
 
 
 def conversation_to_render(conversation: Conversation, fingerprint: str) -> bytes:
