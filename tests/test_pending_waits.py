@@ -17,7 +17,7 @@ from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.policy import ENOUGH_ANSWERS, NO_WAIT, bounded, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.policy import ENOUGH_ANSWERS, NO_WAIT, bounded, plan_wait, streaming, waiting
 from outrider.cloud.pending.sources import Sources
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
@@ -37,8 +37,8 @@ def test_no_hint_makes_the_engine_wait_for_long(step_s: float, longest_s: float)
 def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient: float) -> None:
     """The rates behind the wait decision are those of the design's table, to 2 %: acceptance 0.65, step 40 + 1.2 ms."""
     alpha, step, extra, draft, rtt = 0.65, 0.040, 0.0012, 0.0015, rtt_ms / 1e3
-    streaming = max(rate_streaming(alpha, k, step, extra, rtt + draft) for k in range(9)) * step
-    waiting = max(rate_waiting(alpha, k, step, extra, rtt + k * draft) for k in range(1, 9)) * step
+    streaming = max(streaming(alpha, k, step, extra, rtt + draft) for k in range(9)) * step
+    waiting = max(waiting(alpha, k, step, extra, rtt + k * draft) for k in range(1, 9)) * step
     assert streaming == pytest.approx(never, rel=0.02)
     assert max(streaming, waiting) == pytest.approx(patient, rel=0.02)
     lags = [rtt + k * draft for k in range(1, 9)]
@@ -114,7 +114,7 @@ def test_the_closed_form_equals_the_simulation_of_a_tree(
     waits: bool, alpha: float, k: int, beta: float, lag_s: float
 ) -> None:
     """To 2 %; a beta of 0 is one of paths, without alternatives."""
-    expected = (rate_waiting if waits else rate_streaming)(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+    expected = (waiting if waits else streaming)(alpha, k, 0.040, 0.001, lag_s, beta=beta)
     assert tokens_per_s(alpha, beta, k, lag_s, waits=waits) == pytest.approx(expected, rel=0.02)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,40 +83,63 @@ def turn_wait(step_s: float) -> Wait:
     return Wait(0, min(_TURN_STEPS * step_s, _MOST_S))
 
 
-def rate_waiting(
-    alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0, beta: float = 0.0
-) -> float:
-    """Tokens per second when the target waits `lag_s` each time the device is out of sync, verifying k per pass.
+class _Cycle(NamedTuple):
+    """What happens between two moments in which the device is out of sync."""
 
-    A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / ((1 - a^(k+1)) (1 -
-    b)) passes until one ends with a token that is not pending; b is the share of misses that an alternative covers.
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def waiting(
+    alpha: float,
+    k: int,
+    step_s: float,
+    extra_s: float,
+    lag_s: float,
+    crowding: float = 1.0,
+    beta: float = 0.0,
+    later_k: int | None = None,
+) -> _Cycle:
+    """The target waits `lag_s` each time the device is out of sync, until k tokens are here.
+
+    A cycle is one wait and passes until one ends with a token that is not pending: after a pass of k with probability
+    (1 - a^(k+1)) (1 - b); b is the share of misses that an alternative covers. The first pass verifies k, the others
+    `later_k`, as the device goes on meanwhile; None: k. A cycle has 1 / ((1 - a) (1 - b)) tokens, whatever these are.
     With `crowding` sequences for each place, all of which wait alike, a pass comes up every crowding steps; the waits
     of others leave places, at most all that are lacking.
     """
-    full = alpha ** (k + 1)
-    expected, passes = (1 - full) / (1 - alpha), 1 / ((1 - full) * (1 - beta))
-    pass_s = step_s + extra_s * k
-    return passes * expected / max(lag_s + passes * pass_s, crowding * passes * pass_s)
+    in_sync = 1 - (1 - alpha ** (k + 1)) * (1 - beta)
+    later_s = _in_sync_s(alpha, k if later_k is None else later_k, step_s, extra_s, beta)
+    passes_s = step_s + extra_s * k + in_sync * later_s
+    return _Cycle(1 / ((1 - alpha) * (1 - beta)), max(lag_s + passes_s, crowding * passes_s))
 
 
-def rate_streaming(
+def streaming(
     alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0, beta: float = 0.0
-) -> float:
-    """Tokens per second when the target never waits: plain steps go on until the device is in sync again.
+) -> _Cycle:
+    """The target never waits: plain steps go on until the device is in sync again.
 
     n = ceil(lag / step) plain steps must all be guessed in a row before a draft is of use; each is with probability
-    c = a + (1 - a) b. That takes B = c^-1 + ... + c^-n plain steps on average, of one token each; then M passes of E
-    tokens as above. With `crowding` sequences for each place, each takes part in one step of as many.
+    c = a + (1 - a) b. That takes B = c^-1 + ... + c^-n plain steps on average, of one token each; then passes of k as
+    above. With `crowding` sequences for each place, each takes part in one step of as many.
     """
-    step_s, extra_s = step_s * crowding, extra_s * crowding
-    full = alpha ** (k + 1)
-    expected, passes = (1 - full) / (1 - alpha), 1 / ((1 - full) * (1 - beta))
     covered = alpha + (1 - alpha) * beta
-    blind_steps = max(1, math.ceil(lag_s / step_s))
+    blind_steps = max(1, math.ceil(lag_s / (step_s * crowding)))
     blind = (covered**-blind_steps - 1) / (1 - covered) if blind_steps <= 64 else math.inf
     if blind > 1e6:
-        return 1 / step_s
-    return (blind + passes * expected) / (blind * step_s + passes * (step_s + extra_s * k))
+        return _Cycle(1.0, step_s * crowding)
+    seconds = blind * step_s + _in_sync_s(alpha, k, step_s, extra_s, beta)
+    return _Cycle(blind + 1 / ((1 - alpha) * (1 - beta)), crowding * seconds)
+
+
+def _in_sync_s(alpha: float, k: int, step_s: float, extra_s: float, beta: float) -> float:
+    """Seconds of passes of k until the device is out of sync."""
+    return (step_s + extra_s * k) / ((1 - alpha ** (k + 1)) * (1 - beta))
 
 
 def best_rate(survivals: Sequence[float], step_s: float, extra_s: float) -> float:
@@ -156,20 +180,23 @@ def plan_wait(
     if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
     first = known[0][1]
-    # A cycle's tokens are 1 / ((1 - a) (1 - b)) in all. Where even one pass after the shortest wait yields them more
-    # slowly than plain steps come, nothing else needs to be computed.
+    # Where even one pass after the shortest wait yields a cycle's tokens more slowly than plain steps come, nothing
+    # else needs to be computed.
     if not saves_passes and (first + step_s) > crowding * step_s / ((1 - alpha) * (1 - beta)):
         return NO_WAIT
+    later_k = min(range(len(lags) + 1), key=lambda k: _in_sync_s(alpha, k, step_s, extra_s, beta))
 
-    def waiting(k: int, lag: float) -> float:
-        return rate_waiting(alpha, k, step_s, extra_s, lag, crowding, beta)
+    def waits(k: int, lag: float) -> _Cycle:
+        return waiting(alpha, k, step_s, extra_s, lag, crowding, beta, later_k)
 
-    k, lag = max(known, key=lambda item: waiting(*item))
+    k, lag = max(known, key=lambda item: waits(*item).rate)
     if saves_passes:
         return Wait(k, lag) if alpha > 0.2 else NO_WAIT
-    rate = answer_rate * waiting(k, lag) + (1 - answer_rate) / max(step_s + lag, crowding * step_s)
-    streaming = max(rate_streaming(alpha, j, step_s, extra_s, first, crowding, beta) for j in range(len(lags) + 1))
-    return Wait(k, lag) if rate > streaming else NO_WAIT
+    answered, streams = waits(k, lag), streaming(alpha, later_k, step_s, extra_s, first, crowding, beta)
+    missed = 1 - answer_rate  # plain steps follow, when the wait is over
+    tokens = answer_rate * answered.tokens + missed * streams.tokens
+    seconds = answer_rate * answered.seconds + missed * (longest_wait(lag) + streams.seconds)
+    return Wait(k, lag) if tokens / seconds > streams.rate else NO_WAIT
 
 
 def worth_waiting_for(alpha: float) -> int:

@@ -26,6 +26,8 @@ from outrider.cloud.pending.trie import MAX_NODES, NUM_LOOKUP_KINDS, UNHINTED
 
 _SURE: Final = 0.6  # chance of the next token from which a pending guess is not compared with a wait
 _LITTLE: Final = 0.25  # survival of a path's end beyond which little is gained by waiting for more of it
+_SLOWER: Final = 0.25
+"""Of a step: how much later than usual an answer may come that is waited for."""
 _BETTER: Final = 1.1  # of what the device's drafts are expected to gain, from which another guess replaces them
 _TESTED_EVERY: Final = 16  # such guesses, of which one is pending all the same: so that commits test it
 
@@ -136,7 +138,9 @@ class DraftWaits:
             here, (step_s, extra_s) = line_of(drafts, self._max_draft).survivals, self.curve.step_and_extra()
             if here and best_rate(here, step_s, extra_s) > next_rate(alpha, wait, step_s, extra_s):
                 return  # what is here is worth a step now
-        self._wait(drafts, wait, now, longest_wait(wait.lag_s))
+        usual_s, slow_s = wait.lag_s, drafts.lag.slow_s
+        most_s = usual_s + _SLOWER * self.curve.step_and_extra()[0]
+        self._wait(drafts, wait, now, longest_wait(max(usual_s, min(slow_s, most_s))))
 
     def _plan(self, drafts: PendingDrafts, crowding: float) -> Wait:
         """The wait that pays while nothing is pending."""
