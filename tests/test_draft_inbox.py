@@ -169,7 +169,7 @@ def test_drafts_are_read_while_the_model_runs() -> None:
     reader.read_during(start, 0.020)
     assert reading.numbers == [1, 2] and 0.010 <= reading.clock.now <= 0.0125
     reading.clock.now = 0.0200
-    reader.ended(start, reading.clock.now)
+    reader.ended(start, reading.clock.now, 0.0)
     reader.read_before(everyone)
     assert reading.numbers == [1, 2, 3]
 
@@ -183,10 +183,27 @@ def test_nothing_is_waited_for_beyond_the_models_end() -> None:
         reader.read_during(start, 0.020)
         took_s.append(reading.clock.now - start)
         reading.clock.now = max(reading.clock.now, start + step_s)
-        reader.ended(start, reading.clock.now)
+        reader.ended(start, reading.clock.now, 0.0)
         if len(took_s) == 20:
             assert min(took_s[10:]) < 0.002 and socket.waited_s < 0.040 + 20 * 0.002
     assert max(took_s[20:]) < 0.0125 and socket.waited_s - waited > 0.010
+
+
+@pytest.mark.parametrize("every_s", [1e-5, 1.0])
+@pytest.mark.parametrize(("model_s", "prepared_s"), [(0.008, 0.002), (0.010, 0.004), (0.010, 0.006)])
+def test_reading_leaves_the_host_its_time(model_s: float, prepared_s: float, every_s: float) -> None:
+    """On a GPU the picks are prepared after the reading, while the model still runs: no step becomes longer, whatever
+    arrives, though it is the steps' own times that are expected.
+    """
+    reader, reading, _ = reader_of([(n * every_s, 1 + n % 400) for n in range(200_000)])
+    step_s, found_s = 2 * model_s, list[float]()
+    for _ in range(60):
+        start = reading.clock.now
+        reader.read_during(start, step_s)
+        reading.clock.now = max(start + model_s, reading.clock.now + prepared_s)
+        reader.ended(start, reading.clock.now, prepared_s)
+        found_s.append(step_s := reading.clock.now - start)
+    assert max(found_s[-30:]) < 1.01 * model_s
 
 
 def test_a_model_that_has_run_already_is_not_held_up() -> None:

@@ -113,7 +113,7 @@ def tokens_per_s(alpha: float, beta: float, k: int, lag_s: float, *, first_k: in
 def test_the_closed_form_equals_the_simulation_of_a_tree(
     first_k: int | None, alpha: float, k: int, beta: float, lag_s: float
 ) -> None:
-    """To 2 %; a beta of 0 is one of paths, without alternatives. A wait may be for fewer tokens than a pass verifies."""
+    """To 2 %; a beta of 0 is one of paths, without alternatives. A wait may be for fewer tokens than later passes."""
     times = 0.040, 0.001, lag_s
     if first_k is None:
         expected = streaming(alpha, k, *times, beta=beta)

@@ -174,9 +174,9 @@ class OutriderScheduler(FairSteps):
         if self._accompanied is not scheduler_output:
             self._while_the_model_runs(scheduler_output)  # nobody asked for a bitmask
         size, num_sequences = self._size, len(scheduler_output.num_scheduled_tokens)
-        if size.tokens:
-            self._reader.ended(self._ordered_s, now)
         self._found = getattr(model_runner_output, FOUND, None) or Found()
+        if size.tokens:
+            self._reader.ended(self._ordered_s, now, self._found.prepared_s)
         self._take_faults(model_runner_output)
         commits = self._passes = []
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -7,6 +7,7 @@ model still runs then. Nothing waits for the device before vLLM itself reads the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -48,9 +49,10 @@ class Found:
     """What a step has found beside the tokens, by request.
 
     logprobs: of each token. refusals: of requests whose processors leave no token, or whose grammar is too costly.
-    faults: of the V2 runner, the first position whose logits are not finite.
+    faults: of the V2 runner, the first position whose logits are not finite. prepared_s: of the host before the picks.
     """
 
+    prepared_s: float = field(default=0.0, compare=False)
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     refusals: dict[str, Refusal] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
@@ -194,7 +196,7 @@ class RequestChoosers:
 
     def prepare(self, asked: Sequence[Asked], vocab_size: int, device: torch.device) -> WorkerChoices:
         """All that the choice of some rows needs besides their logits: of the host's work nothing is left then."""
-        paths: dict[int, TextPath] = {}
+        began_s, paths = time.perf_counter(), dict[int, TextPath]()
         for index, each in enumerate(asked):
             if each.is_dropped or each.terms is None:
                 continue
@@ -204,6 +206,7 @@ class RequestChoosers:
                     paths[index] = path
         step = WorkerChoices(asked, paths, vocab_size, device)
         self.steps.append(step)
+        self.found.prepared_s += time.perf_counter() - began_s
         return step
 
     def settle(self, tokens: Mapping[str, Sequence[int]]) -> Found:
