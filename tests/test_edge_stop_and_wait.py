@@ -198,7 +198,7 @@ class Always(DepthController):
     """Eight tokens ahead, in turns."""
 
     def __init__(self) -> None:
-        super().__init__(DraftPlan(8, in_turns=True))
+        super().__init__(DraftPlan(8), DraftPlan(8, in_turns=True))
 
 
 @pytest.mark.parametrize("agreement", [0.9, 0.0])
@@ -220,9 +220,9 @@ def test_turns_end_with_the_drafting() -> None:
     class Here(CostModelDepth):
         """As on one machine."""
 
-        def plan(self) -> DraftPlan:
+        def plan(self, can_take_turns: bool = False) -> DraftPlan:
             estimates.turns._are_on = True
-            return super().plan()
+            return super().plan(can_take_turns)
 
     with serve_fake(runtime=slow(0.008), config=SURE) as server:
         result = run(
@@ -266,6 +266,30 @@ def test_turns_end_where_another_text_joins_the_draft() -> None:
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
     assert sent[:2] == [(1, True), (2, False)]
+
+
+async def test_texts_that_share_a_draft_stream_and_measure_no_way() -> None:
+    """From when the other joins until it leaves; two commits more still show it."""
+    scheduler, estimates = DraftScheduler(), Estimates()
+    estimates.on_open(0.1, 40.0, 1.0, takes_turns=True)
+    drafting = DeviceDrafting(drafter(), CostModelDepth(estimates), estimates, TreeLimits(), scheduler)
+    ahead = DraftAhead(asking(max_tokens=99), drafting, SendPrice(), lambda *_: 0, lambda: False)
+
+    def rate_after(num_commits: int, ms: float) -> float:
+        for _ in range(num_commits):
+            ahead.on_commit(len(ahead.known), [5], ms)
+        return estimates.turns.rate(True)
+
+    alone_ms = pytest.approx(1.0 / 60.0)
+    assert not ahead.in_turns and rate_after(10, 60.0) == alone_ms and ahead.in_turns
+    turn = ahead.plan
+    scheduler.enter()
+    assert not ahead.in_turns and ahead.width > 1 and ahead.plan.answer > 0
+    assert ahead.plan == CostModelDepth(estimates).plan() != turn
+    assert rate_after(30, 90.0) == alone_ms and not estimates.turns.rate(False)
+    scheduler.leave()
+    assert ahead.in_turns and ahead.width == 1 and rate_after(2, 90.0) == alone_ms and rate_after(1, 90.0) < 1.0 / 61.0
+    ahead.close()
 
 
 def test_a_server_from_before_them_is_not_asked_for_turns() -> None:

@@ -53,10 +53,13 @@ class _Seen:
 
 
 class Turns:
-    """Of one endpoint. are_possible: the server waits for a device that asks for it, and is on this machine."""
+    """Of one endpoint. are_possible: the server waits for a device that asks for it, and is on this machine.
+
+    is_shared: other texts share the draft: neither way can be measured.
+    """
 
     def __init__(self) -> None:
-        self.are_possible = False
+        self.are_possible = self.is_shared = False
         self._are_on = False  # the way chosen
         self._has_begun = False
         self._seen = {way: _Seen() for way in (False, True)}
@@ -87,6 +90,9 @@ class Turns:
     def on_commit(self, num_tokens: int, interval_ms: float, rest_ms: float, step_ms: float) -> None:
         """Takes a commit of drafted tokens. rest_ms: what the target would rest in a turn: drafting, and the way."""
         if not self.are_possible:
+            return
+        if self.is_shared:
+            self._settling = _SETTLING
             return
         if not self._has_begun:
             self._has_begun, self._are_on, self._settling = True, rest_ms <= _NEAR * step_ms, _SETTLING
