@@ -76,7 +76,7 @@ def _faulty(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
 
 def _turns(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
     """As on shared cores; some turns never arrive."""
-    seeds, turns = itertools.count(vocab_size), DepthController(DraftPlan(DEPTH, in_turns=True))
+    seeds, turns = itertools.count(vocab_size), DepthController(DraftPlan(DEPTH), DraftPlan(DEPTH, in_turns=True))
     return StreamAgent(
         endpoints, drafter, turns, wrap_posts=lambda client: FaultyPosts(client, FAULTS, seed=next(seeds))
     )

@@ -33,6 +33,7 @@ from tests.serving import (
     serve_fake,
     target_tokens,
 )
+from tests.waiting import EmulatedLoop
 
 from outrider.cloud.api import openapi
 from outrider.cloud.api.draft_line import DraftLine
@@ -361,12 +362,6 @@ def test_the_checks_stand_before_the_budget(headers: dict[str, str], status: int
 def test_each_message_has_the_time_of_one() -> None:
     """Also where every read ends within the next message; a message that trickles in has no more."""
 
-    class GivenTime(asyncio.SelectorEventLoop):
-        now_s = 0.0
-
-        def time(self) -> float:
-            return self.now_s
-
     async def num_read(pieces: list[bytes]) -> int:
         found = list[bytes]()
 
@@ -384,7 +379,7 @@ def test_each_message_has_the_time_of_one() -> None:
         return len(found)
 
     message = framed(bytes(40))
-    loop, data, cut = GivenTime(), message * 4, len(message) // 2
+    loop, data, cut = EmulatedLoop(), message * 4, len(message) // 2
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         steps = [0, *range(cut, len(data), len(message)), len(data)]
         assert runner.run(num_read([data[begin:end] for begin, end in pairwise(steps)])) == 4

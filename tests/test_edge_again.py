@@ -1,10 +1,11 @@
-"""Tests when a text is tried again, and when not: errors that end a stream, and the pauses between tries."""
+"""Tests when a text is tried again, and when not: errors that end a stream, pauses between tries, single messages."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,6 +26,7 @@ from tests.test_edge_resume import (
     unreachable,
 )
 from tests.test_edge_serve import FACTS
+from tests.waiting import EmulatedLoop
 
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import Fleet
@@ -33,9 +35,13 @@ from outrider.edge.results import GenerationRequest
 from outrider.edge.serve import upstream as upstream_module
 from outrider.edge.serve.state import OfflineSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
+from outrider.models.client import long_request
 from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost
+from outrider.models.client.long_request import LongRequest
+from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import CloudError, RequestError
-from outrider.models.wire.protocol import Commit, ErrorBody
+from outrider.models.wire.protocol import Commit, ErrorBody, Taken
 
 URL = "http://127.0.0.1:1"
 
@@ -154,3 +160,47 @@ async def test_an_outage_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     answers.set()
     assert await waiting == FACTS
     await core.aclose()
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "step_s", "stall_s", "taken_s", "waited_s"),
+    [
+        (0.0, 0.0, 0.0, None, 0.25),
+        (0.1, 0.04, 0.0, None, 0.25),
+        (0.2, 0.0, 0.0, None, 0.4),
+        (0.0, 0.3, 0.0, None, 0.3),
+        (0.2, 0.3, 0.0, None, 0.7),
+        (0.2, 0.3, 0.0, 0.69, 0.69),
+        (0.2, 0.3, 0.64, None, 0.74),
+        (0.2, 0.3, 0.66, None, 0.81),
+        (0.2, 0.3, 0.66, 0.8, 0.8),
+    ],
+)
+def test_an_acknowledgement_is_waited_for_as_long_as_the_protocol_says(
+    rtt_s: float, step_s: float, stall_s: float, taken_s: float | None, waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two round trips and a step, at least 250 ms, until single messages are sent. A device that stood still, and looks
+    over 50 ms late, waits 50 ms more. stall_s: how long it does. taken_s: when the message is acknowledged.
+    """
+
+    async def scenario() -> tuple[bool, float]:
+        async def start(pieces: AsyncIterator[bytes]) -> None:
+            async for _ in pieces:
+                loop.call_later(0.1, stall)
+
+        def stall() -> None:
+            loop.now_s += stall_s
+            if taken_s is not None:
+                loop.call_at(taken_s, line.follow, Taken(taken=(1, 0.0)))
+
+        line = LongRequest("http://x", start, ByteCounts(), rtt_s=rtt_s, step_s=9.0, on_unusable=lambda _: None)
+        line.follow(Commit(base=0, tokens=[1], step_ms=1e3 * step_s))
+        with suppress(EndpointLost):
+            await line.post(b"a tree")
+        return line.is_open, loop.now_s
+
+    loop = EmulatedLoop()
+    monkeypatch.setattr(long_request, "_now_s", loop.time)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        is_open, took_s = runner.run(scenario())
+    assert is_open == (taken_s is not None) and took_s == pytest.approx(waited_s)

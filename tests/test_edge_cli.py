@@ -288,6 +288,9 @@ def test_all_other_figures_are_shown_to_who_asks() -> None:
     servers_own = summary_lines(replace(LONG, num_proposed=199), is_verbose=True)
     assert not any("this device" in line for line in servers_own) and "199 verified" in servers_own[2]
     assert "100 up, 50 down" in summary_lines(RESULT, is_verbose=True)[3]
+    turns = replace(result, num_turns=7, turns="turns, measured faster: 64.4 tokens/s, both at once 44.1")
+    assert f"in turns with the target: 7 of 9 target passes ({turns.turns})" in summary_lines(turns, is_verbose=True)
+    assert [result_as_json(each, "")["turns"] for each in (result, turns)] == [None, turns.turns]
     hits = {"0": 54, "1": 9, "2": 2, "5": 1, "lookup": 2}
     numbers: dict[str, Any] = {"num_drafted": 90, "num_sent": 210, "num_proposed": 80, "hits": hits}
     assert numbers.items() <= result_as_json(result, "").items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -43,10 +44,12 @@ from outrider.edge.drafting.worker import Drafting as DeviceDrafting
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import why_no_turns
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import TURNS_SINCE
+from outrider.models.wire.protocol import TURNS_SINCE, SessionOpen
+from outrider.models.wire.steady import SteadyPace
 from outrider.models.wire.tree_draft import TreeDraft
 from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
@@ -109,13 +112,13 @@ def live(turns: Turns, num_commits: int, ms: Sequence[float], rest_ms: float = 1
     for index in range(num_commits):
         in_turns += turns.now
         turns.on_commit(1 + index % 7, ms[turns.now], rest_ms, 40.0)
-    return in_turns / num_commits
+    return in_turns / max(1, num_commits)
 
 
 def possible() -> Turns:
     """With a server on this machine that waits."""
     turns = Turns()
-    turns.are_possible = True
+    turns.obstacle = None
     return turns
 
 
@@ -146,9 +149,64 @@ def test_a_trial_that_is_clearly_slower_ends_half_way(together_ms: float, num_tr
 def test_turns_are_not_tried_where_they_cannot_be_faster() -> None:
     """A long way: commits come more often than a turn could. Or the server does not wait."""
     far = possible()
-    assert live(far, 600, [45.0, 100.0], rest_ms=60.0) == 0.0 and "not measured" in far.words()
-    old = Turns()
-    assert live(old, 100, [80.0, 60.0]) == 0.0 and not old.words()
+    assert live(far, 600, [45.0, 100.0], rest_ms=60.0) == 0.0
+    assert live(Turns(), 100, [80.0, 60.0]) == 0.0
+
+
+SLOW = "drafting and the way take over 0.4 of a step"
+NEAR = "drafting and the way take at most 0.4 of a step"
+
+
+@pytest.mark.parametrize(
+    ("num_commits", "ms", "rest_ms", "words"),
+    [
+        (0, (80.0, 60.0), 10.0, "not measured yet"),
+        (18, (80.0, 60.0), 10.0, f"turns first: {NEAR}; both at once not measured yet"),
+        (18, (80.0, 60.0), 30.0, f"both at once first: {SLOW}; turns not measured yet"),
+        (18, (45.0, 99.0), 60.0, "both at once: commits come in under 0.8 of the time of a turn"),
+        (100, (80.0, 60.0), 10.0, "turns, measured faster: 64.5 tokens/s, both at once 44.1"),
+        (100, (50.0, 60.0), 10.0, "both at once, measured faster: 78.4 tokens/s, turns 64.0"),
+        (100, (60.0, 61.0), 10.0, "turns, as the other was not 3 % faster: 63.8 tokens/s, both at once 65.4"),
+    ],
+)
+def test_which_way_was_chosen_is_said_with_the_reason(
+    num_commits: int, ms: Sequence[float], rest_ms: float, words: str
+) -> None:
+    """The rates are those of both ways. A draft that is shared takes no turns, whatever was measured."""
+    turns = possible()
+    live(turns, num_commits, ms, rest_ms)
+    assert turns.words() == words
+    turns.is_shared = True
+    assert turns.words() == "no turns: several texts share the draft"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fixed", "obstacle"),
+    [
+        ({}, False, None),
+        ({}, True, "the depth is fixed"),
+        ({"steady": SteadyPace(every_ms=15.0, up=192, down=192)}, False, "the session is steady"),
+        ({"mid": "a"}, False, "the server is a cascade"),
+        ({"protocol": TURNS_SINCE - 1}, False, "the server is too old"),
+    ],
+)
+def test_what_stands_in_the_way_of_turns_is_said(fields: dict[str, Any], is_fixed: bool, obstacle: str | None) -> None:
+    """Of a server on this machine. Of another nothing is said: nobody expects turns there."""
+    turns = Turns()
+    assert turns.words() == ""
+    turns.obstacle = why_no_turns(SessionOpen(session="a", model="b", **fields), is_fixed=is_fixed)
+    assert turns.obstacle == obstacle and turns.words() == (f"no turns: {obstacle}" if obstacle else "not measured yet")
+
+
+@pytest.mark.parametrize(("is_local", "words"), [(True, "no turns: the depth is fixed"), (False, "")])
+def test_a_text_has_the_words_where_its_target_is_on_this_machine(is_local: bool, words: str) -> None:
+    """And where it was drafted."""
+    with serve_fake() as server:
+        client = VerifierClient(server.url)
+        client.is_local = is_local
+        drafted = run(generate([client], asking(), drafter(), depth=FixedDepth(4)))
+        assert drafted.num_drafted and drafted.turns == words
+        assert run(generate([server.url], asking(), depth=FixedDepth(0))).turns == ""
 
 
 def waiting(*, patience_ms: float | None = None) -> tuple[Drafting, PendingDrafts]:
@@ -198,7 +256,7 @@ class Always(DepthController):
     """Eight tokens ahead, in turns."""
 
     def __init__(self) -> None:
-        super().__init__(DraftPlan(8, in_turns=True))
+        super().__init__(DraftPlan(8), DraftPlan(8, in_turns=True))
 
 
 @pytest.mark.parametrize("agreement", [0.9, 0.0])
@@ -220,9 +278,9 @@ def test_turns_end_with_the_drafting() -> None:
     class Here(CostModelDepth):
         """As on one machine."""
 
-        def plan(self) -> DraftPlan:
+        def plan(self, can_take_turns: bool = False) -> DraftPlan:
             estimates.turns._are_on = True
-            return super().plan()
+            return super().plan(can_take_turns)
 
     with serve_fake(runtime=slow(0.008), config=SURE) as server:
         result = run(
@@ -238,7 +296,7 @@ def test_turns_end_where_another_text_joins_the_draft() -> None:
 
     async def scenario() -> None:
         scheduler, estimates = DraftScheduler(), Estimates()
-        estimates.turns.are_possible = True
+        estimates.turns.obstacle = None
 
         def hold(_: object) -> None:
             if len(sent) == 1:  # drafts its second turn
@@ -266,6 +324,30 @@ def test_turns_end_where_another_text_joins_the_draft() -> None:
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
     assert sent[:2] == [(1, True), (2, False)]
+
+
+async def test_texts_that_share_a_draft_stream_and_measure_no_way() -> None:
+    """From when the other joins until it leaves; two commits more still show it."""
+    scheduler, estimates = DraftScheduler(), Estimates()
+    estimates.on_open(0.1, 40.0, 1.0, no_turns=None)
+    drafting = DeviceDrafting(drafter(), CostModelDepth(estimates), estimates, TreeLimits(), scheduler)
+    ahead = DraftAhead(asking(max_tokens=99), drafting, SendPrice(), lambda *_: 0, lambda: False)
+
+    def rate_after(num_commits: int, ms: float) -> float:
+        for _ in range(num_commits):
+            ahead.on_commit(len(ahead.known), [5], ms)
+        return estimates.turns.rate(True)
+
+    alone_ms = pytest.approx(1.0 / 60.0)
+    assert not ahead.in_turns and rate_after(10, 60.0) == alone_ms and ahead.in_turns
+    turn = ahead.plan
+    scheduler.enter()
+    assert not ahead.in_turns and ahead.width > 1 and ahead.plan.answer > 0
+    assert ahead.plan == CostModelDepth(estimates).plan() != turn
+    assert rate_after(30, 90.0) == alone_ms and not estimates.turns.rate(False)
+    scheduler.leave()
+    assert ahead.in_turns and ahead.width == 1 and rate_after(2, 90.0) == alone_ms and rate_after(1, 90.0) < 1.0 / 61.0
+    ahead.close()
 
 
 def test_a_server_from_before_them_is_not_asked_for_turns() -> None:

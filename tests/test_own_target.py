@@ -190,12 +190,13 @@ def test_the_target_comes_from_the_source_that_comes_first(config: Path, outride
 def test_without_the_servers_packages_one_command_is_named(
     outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For a bundle those of the server; for the reference pair those of the exporter, too."""
+    """For a bundle those of the server; for the reference pair those of the exporter, too. The docs name the same."""
+    page = (Path(__file__).parent.parent / "docs" / "serve.md").read_text(encoding="utf-8")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     for target, extras in ((str(tmp_path), "cloud"), ("reference", "cloud,export")):
         shown = outrider("run", "text", "--target", target, code=2).err
         assert "needs the package 'fastapi'" in shown and shown.count("\n") == 1
-        assert f'run: pip install "outrider[{extras}]"\n' in shown
+        assert f'run: pip install "outrider[{extras}]"\n' in shown and f'"outrider[{extras}]"`' in page
 
 
 def test_the_draft_beside_the_target_is_taken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import sys
 import threading
 import time
@@ -27,6 +28,25 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.002)
+
+
+class EmulatedLoop(asyncio.SelectorEventLoop):
+    """A loop on a clock of its own, `now_s`. Where nothing is to be done the next timer is due at once."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        loop = self
+
+        class Selector(selectors.SelectSelector):
+            def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+                loop.now_s += max(0.0, timeout or 0.0)
+                return super().select(0.0)
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        """Seconds that have passed."""
+        return self.now_s
 
 
 def lets_other_threads_run(work: Callable[[], object], attempts: int = 200) -> bool:

@@ -200,7 +200,8 @@ class GenerationResult:
     "length", "context" or "deadline". draft_error: why drafting ended early, if it did. waited_ms: time that the target
     waited for drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     num_prompt_sent: of the prompt, those that were sent to open it. num_recent: tokens of the text that this prompt got
-    before, which the server drafted from. num_turns: passes that device and target took in turns; turns: why, in words.
+    before, which the server drafted from. num_turns: passes that device and target took in turns; turns: which way was
+    chosen, and why; empty without drafts, and where the target is not on this machine.
     held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the last
     session counts; None where none does. rule: by which the target accepted. joules: what this device's processor took
     while the text ran, other programs included; None where the system does not count it.

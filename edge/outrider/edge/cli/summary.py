@@ -52,6 +52,7 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "num_sessions": result.num_sessions,
         "num_posts": result.num_posts,
         "num_turns": result.num_turns,
+        "turns": result.turns or None,
         "num_drafted": result.num_drafted,
         "num_sent": result.num_sent,
         "num_proposed": result.num_proposed,

@@ -64,7 +64,7 @@ class DraftAhead(DraftWorker):
 
     def _plan(self) -> DraftPlan:
         """The controller's plan, counted from the end of the provisional tokens."""
-        plan, num_provisional = self._depth.plan(), len(self._provisional)
+        plan, num_provisional = super()._plan(), len(self._provisional)
         return replace(plan, depth=plan.depth + num_provisional) if plan.depth and num_provisional else plan
 
     def on_commit(self, base: int, tokens: Sequence[int], interval_ms: float | None) -> CommitOutcome:
@@ -79,7 +79,7 @@ class DraftAhead(DraftWorker):
             self.num_turns += self._has_answered
             self._has_answered = False
             self._estimates.on_commit(outcome, interval_ms)
-            self._depth.observe(outcome)
+            self._depth.observe(outcome, self._scheduler.is_alone)
             self._belief.tree.replant()
             is_right = list(outcome.tokens[: len(self._provisional)]) == self._provisional[: len(outcome.tokens)]
             self._provisional = self._provisional[len(outcome.tokens) :] if is_right else []

@@ -41,17 +41,17 @@ class DraftPlan:
 
 
 class DepthController:
-    """Chooses how far to run ahead; without a subclass, always as `plan` says."""
+    """Chooses how far to run ahead; without a subclass, always as `plan` says. in_turns: where turns can be taken."""
 
-    def __init__(self, plan: DraftPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: DraftPlan, in_turns: DraftPlan | None = None) -> None:
+        self._plan, self._in_turns = plan, in_turns
 
-    def plan(self) -> DraftPlan:
+    def plan(self, can_take_turns: bool = False) -> DraftPlan:
         """The plan in force until the next `observe`; thread-safe, changes nothing."""
-        return self._plan
+        return self._in_turns if can_take_turns and self._in_turns is not None else self._plan
 
-    def observe(self, outcome: CommitOutcome) -> None:
-        """Takes a commit; the estimates have it already."""
+    def observe(self, outcome: CommitOutcome, is_alone: bool = True) -> None:
+        """Takes a commit; the estimates have it already. is_alone: whether no other text shares the draft."""
 
     def block(self) -> int:
         """The depth for stop-and-wait, at least 1: every block costs a round trip there."""
@@ -143,11 +143,12 @@ class CostModelDepth(DepthController):
         """Whether the device takes too long for a draft, however sure it is."""
         return self.doubt * self._floor() > 1.0
 
-    def observe(self, outcome: CommitOutcome) -> None:
+    def observe(self, outcome: CommitOutcome, is_alone: bool = True) -> None:
         """Turns drafting on or off, with hysteresis, and chooses the depth again."""
         was_on = self.is_on
         self.is_on = self.saved_ms >= self.doubt * self.cost_ms and not self.is_slow
         e = self._estimates
+        e.turns.is_shared = not is_alone
         if was_on and e.interval_ms is not None:
             rest_ms = e.round_trip_ms + self.block() * e.draft_ms
             e.turns.on_commit(len(outcome.tokens), e.interval_ms, rest_ms, e.step_ms)
@@ -182,9 +183,9 @@ class CostModelDepth(DepthController):
         # A difference of one is within the estimates' noise.
         if abs(depth - self._depth) > 1 or self._depth == 0:
             self._depth = depth
-        if self.is_on and e.turns.now:
-            self._plan = DraftPlan(MAX_BLOCK, self._floor_in_turns(), in_turns=True)
-        elif self.is_on:  # the next token at least: what an earlier text measured may be out of date
+        takes_turns = self.is_on and e.turns.now
+        self._in_turns = DraftPlan(MAX_BLOCK, self._floor_in_turns(), in_turns=True) if takes_turns else None
+        if self.is_on:  # the next token at least: what an earlier text measured may be out of date
             answer = min(verified, self._depth)
             sending = _TOKEN_COST_MS / max(1e-3, e.step_ms)
             self._plan = DraftPlan(self._depth, min(1.0, self._floor()), answer=answer, sending=sending)

@@ -69,16 +69,16 @@ class Estimates:
         step_ms: float | None,
         draft_token_ms: float | None,
         *,
-        takes_turns: bool = False,
+        no_turns: str | None = "",
     ) -> None:
         """Takes the opening of a session, with the times that the server measured, or None.
 
-        takes_turns: the server is on this machine, and waits for a device that takes turns.
+        no_turns: as the obstacle of `Turns`.
         """
         self._endpoint.opened_in_ms = took_ms
         self._endpoint.step_ms = step_ms
         self._endpoint.extra_ms = draft_token_ms
-        self._endpoint.turns.are_possible = takes_turns
+        self._endpoint.turns.obstacle = no_turns
 
     def on_times(self, step_ms: float | None, draft_token_ms: float | None) -> None:
         """Takes newer times than those of the opening; None: nothing new."""

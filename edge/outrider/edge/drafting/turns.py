@@ -31,6 +31,7 @@ _NEAR: Final = 0.4
 """Of a step: what the target may rest in a turn where turns are taken before anything was measured."""
 _ALIKE: Final = 0.8
 """Of a turn's time: where commits come more often than this, working at the same time is faster."""
+_NAMES: Final = "both at once", "turns"
 
 
 @dataclass(slots=True)
@@ -53,18 +54,28 @@ class _Seen:
 
 
 class Turns:
-    """Of one endpoint. are_possible: the server waits for a device that asks for it, and is on this machine."""
+    """Of one endpoint. obstacle: why turns are not possible, "" where nobody expects them; None: they are.
+
+    is_shared: other texts share the draft: neither way can be measured.
+    """
 
     def __init__(self) -> None:
-        self.are_possible = False
+        self.obstacle: str | None = ""
+        self.is_shared = False
         self._are_on = False  # the way chosen
-        self._has_begun = False
+        self._has_begun = self._is_judged = False  # chosen at all; by measured rates
+        self._cannot_gain = False
         self._seen = {way: _Seen() for way in (False, True)}
         self._left = 0  # commits of the trial that runs
         self._tried = _Seen()  # its commits
         self._settling = 0
         self._until_trial = _FIRST
         self._gap = _GAPS[0]
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether the server waits for a device that asks for it, and is on this machine."""
+        return self.obstacle is None
 
     @property
     def now(self) -> bool:
@@ -76,17 +87,28 @@ class Turns:
         return _rate(self._seen[way], self._seen[not way])
 
     def words(self) -> str:
-        """What was measured; empty where turns are not possible."""
-        if not self.are_possible:
-            return ""
-        together, turns = 1e3 * self.rate(False), 1e3 * self.rate(True)
-        if together and turns:
-            return f"{turns:.1f} tokens/s in turns, {together:.1f} where both work at the same time"
-        return "the other way was not measured yet" if together or turns else "nothing was measured yet"
+        """Which way was chosen, and why; empty where nobody expects turns."""
+        obstacle = "several texts share the draft" if self.are_possible and self.is_shared else self.obstacle
+        if obstacle is not None:
+            return obstacle and f"no turns: {obstacle}"
+        if not self._has_begun:
+            return "not measured yet"
+        way, other = _NAMES[self._are_on], _NAMES[not self._are_on]
+        if self._is_judged:
+            rate, others = 1e3 * self.rate(self._are_on), 1e3 * self.rate(not self._are_on)
+            why = "measured faster" if rate >= others else f"as the other was not {100 * _CLEAR - 100:.0f} % faster"
+            return f"{way}, {why}: {rate:.1f} tokens/s, {other} {others:.1f}"
+        if self._cannot_gain:
+            return f"{way}: commits come in under {_ALIKE:g} of the time of a turn"
+        share = f"{'at most' if self._are_on else 'over'} {_NEAR:g} of a step"
+        return f"{way} first: drafting and the way take {share}; {other} not measured yet"
 
     def on_commit(self, num_tokens: int, interval_ms: float, rest_ms: float, step_ms: float) -> None:
         """Takes a commit of drafted tokens. rest_ms: what the target would rest in a turn: drafting, and the way."""
         if not self.are_possible:
+            return
+        if self.is_shared:
+            self._settling = _SETTLING
             return
         if not self._has_begun:
             self._has_begun, self._are_on, self._settling = True, rest_ms <= _NEAR * step_ms, _SETTLING
@@ -106,11 +128,13 @@ class Turns:
             return
         self._until_trial -= 1
         commit_ms = self._seen[way].ms / self._seen[way].count
-        if self._until_trial <= 0 and (way or commit_ms >= _ALIKE * (rest_ms + step_ms)):
+        self._cannot_gain = not way and commit_ms < _ALIKE * (rest_ms + step_ms)
+        if self._until_trial <= 0 and not self._cannot_gain:
             self._left, self._settling, self._tried = _TRIAL, _SETTLING, _Seen()
             self._seen[not way].halve()  # it may be out of date
 
     def _judge(self, tried: bool) -> None:
+        self._is_judged = True
         if self.rate(tried) > _CLEAR * self.rate(not tried):
             self._are_on, self._gap = tried, _GAPS[0]
         else:

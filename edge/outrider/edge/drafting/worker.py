@@ -90,7 +90,7 @@ class DraftWorker:
     @property
     def in_turns(self) -> bool:
         """Whether the target waits for the next message, and nothing else is sent until the next commit."""
-        return self._plan().in_turns and self._estimates.turns.are_possible and self._scheduler.is_alone
+        return self._plan().in_turns
 
     def run(self) -> asyncio.Future[None]:
         """Starts a run; the future ends with it, with the drafter's exception if it raised one."""
@@ -110,7 +110,7 @@ class DraftWorker:
 
     def _plan(self) -> DraftPlan:
         """What to draft now; thread-safe."""
-        return self._depth.plan()
+        return self._depth.plan(self._estimates.turns.are_possible and self._scheduler.is_alone)
 
     def _room(self) -> int:
         """How many guessed tokens the rest of the text can use: its last token is always the target's own."""

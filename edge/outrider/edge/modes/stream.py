@@ -177,7 +177,8 @@ class _Generation:
         result, ahead, sender = self._result, self._ahead, self._sender
         result.num_drafted, result.draft_error = ahead.num_drafted, ahead.error
         result.num_sent, result.hits = ahead.num_sent, dict(ahead.hits)
-        result.num_turns, result.turns = ahead.num_turns, self._agent.estimates.turns.words()
+        result.num_turns = ahead.num_turns
+        result.turns = self._agent.estimates.turns.words() if ahead.num_drafted else ""
         result.num_posts, result.num_failed_posts = sender.num_sent, sender.num_failed
         reason = reason or self._over()  # the server's is missing when the stream is cut after the last token
         assert reason is not None, "the sessions ended before the text did"
@@ -283,7 +284,7 @@ class _Generation:
             took_ms,
             event.step_ms,
             event.draft_token_ms,
-            takes_turns=client.is_local and event.protocol >= TURNS_SINCE and event.mid is None and not event.steady,
+            no_turns=why_no_turns(event, is_fixed=isinstance(self._agent.depth, FixedDepth)) if client.is_local else "",
         )
         self._last_commit_at = 0.0
         self._ahead.resend()
@@ -344,6 +345,17 @@ class _Generation:
             self._sender.max_in_flight = self._client.max_in_flight(session)  # fewer where the long request failed
             self._path = []
             self._ahead.lost(nodes)
+
+
+def why_no_turns(opened: SessionOpen, *, is_fixed: bool) -> str | None:
+    """Why device and target do not take turns on one machine, in words; None where they can. is_fixed: the depth."""
+    obstacles = {
+        "the depth is fixed": is_fixed,
+        "the session is steady": opened.steady is not None,
+        "the server is a cascade": opened.mid is not None,
+        "the server is too old": opened.protocol < TURNS_SINCE,
+    }
+    return next((words for words, is_so in obstacles.items() if is_so), None)
 
 
 def _logprobs(commit: Commit, num_new: int) -> tuple[TokenLogprobs, ...]:
