@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.agents import asking, is_at_rest, truth
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
+from tests.local_endpoint import note_requests, serve_local
 from tests.raw_client import Raw, post
 from tests.serving import StepGate, code_of, serve_fake, target_tokens
 from tests.test_cloud_streams import Streaming, settle
@@ -198,6 +199,31 @@ def test_a_server_that_serves_steady_sessions_only_refuses_the_others() -> None:
         for path, body in bodies:
             assert code_of(httpx.post(server.url + path, json=body)) == (400, "steady_required"), (path, body)
         wait_until(server.is_empty)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+    ],
+)
+def test_openais_answers_have_no_pace_and_say_so(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the verifier, and at a local endpoint, which asks the verifier for steady sessions all the same."""
+    wire = note_requests(monkeypatch)
+    with serve_fake() as server, serve_local(server.url, is_steady=True) as local:
+        for url in (server.url, local.url):
+            for is_stream in (False, True):
+                answer = httpx.post(url + path, json=body | {"steady": True, "stream": is_stream})
+                error = answer.json()["error"]
+                assert (code_of(answer), error["param"]) == ((400, "unsupported_parameter"), "steady")
+                assert error["message"].startswith("steady is not supported, except as false; leave it out: ")
+                assert "`outrider run`, `chat` or `serve` with --steady" in error["message"]
+            for value in (False, None):
+                assert httpx.post(url + path, json=body | {"steady": value}).status_code == 200
+    assert [json.loads(each)["steady"] for each in wire.to("POST /v1/sessions")] == [True, True]
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
