@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.agents import asking, is_at_rest, truth
+from tests.agents import asking, drafter, is_at_rest, truth
+from tests.agents import generate as generate_from
+from tests.cascades import cascade
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
 from tests.local_endpoint import note_requests, serve_local
@@ -262,6 +265,20 @@ async def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
     with pytest.raises(EndpointUnfit, match="http://old knows no steady sessions: upgrade it"):
         async with VerifierClient("http://old", STEADY, refusing) as client, client.open_session(asked):
             pass
+
+
+def test_a_cascade_refuses_by_name_and_sends_nothing_on() -> None:
+    """Its own link to the target's verifier has no pace. Where the device knows that verifier, it takes the text."""
+    words = r"steady is not supported by a cascade, .*; use that verifier, or leave out --steady"
+    with cascade() as running, serve_local(running.mid.url, is_steady=True) as local:
+        with pytest.raises(RequestError, match=words) as refused:
+            generate(running.mid.url, 1, STEADY)
+        assert (refused.value.code, refused.value.origin) == ("unsupported_parameter", running.mid.url)
+        assert re.match(words, local.post({"prompt": "a", "max_tokens": 4}, status=400)["error"]["message"])
+        assert not any(route == "/v1/sessions" for route, _, _ in running.big.core.metrics.requests)
+        both = [running.mid.url, running.big.url]
+        assert asyncio.run(generate_from(both, asking(), drafter(), options=STEADY)).tokens == truth(asking())
+        assert not running.engine.counts.provisional
 
 
 @pytest.mark.parametrize("how", ["buffers", "refuses", "cuts"])
