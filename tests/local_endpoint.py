@@ -90,12 +90,15 @@ def local_core(
     others: Sequence[LazyModel] = (),
     draft_pause_s: float = 1.0,
     offline: OfflineSettings | None = None,
+    is_steady: bool = False,
 ) -> LocalCore:
-    """What an endpoint serves. fingerprint: None is the right one. others, draft_pause_s: see DraftSequences."""
+    """What an endpoint serves. fingerprint: None is the right one. others, draft_pause_s: see DraftSequences.
+    is_steady: as in ClientOptions.
+    """
     urls = [cloud] if isinstance(cloud, str) else list(cloud)
     tokenizer = fake_tokenizer()
     fingerprint = fingerprint or tokenizer.fingerprint
-    options = ClientOptions(api_key=api_key, max_connections=100)
+    options = ClientOptions(api_key=api_key, max_connections=100, is_steady=is_steady)
     upstream = Upstream([VerifierClient(url, options) for url in urls], fingerprint, RETRY)
     model = OpenModel(runtime or fake_draft(), None, Placement("openvino"))
     drafts = DraftSequences(model, max_sequences, is_looked_up=True, others=others, first_pause_s=draft_pause_s)
@@ -115,6 +118,7 @@ def serve_local(
     others: Sequence[LazyModel] = (),
     draft_pause_s: float = 1.0,
     offline: OfflineSettings | None = None,
+    is_steady: bool = False,
 ) -> Iterator[LocalEndpoint]:
     """Serves drafts of `runtime` for the verifiers at `cloud`."""
     core = local_core(
@@ -126,6 +130,7 @@ def serve_local(
         others=others,
         draft_pause_s=draft_pause_s,
         offline=offline,
+        is_steady=is_steady,
     )
     server = LocalServer(core, drain_s=drain_s)
     with in_thread(server, lambda: server.begin_drain(drain_s)) as url:

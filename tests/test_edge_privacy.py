@@ -8,19 +8,28 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from tests.agents import SAMPLED, Passing, drafter, generate, truth, whole
 from tests.local_endpoint import LocalEndpoint, Wire, note_requests, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.results import Mode
 from outrider.edge.serve.state import LocalSettings
+from outrider.models.client.client import VerifierClient
 from outrider.models.http.security import KeyRing
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import is_installed
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, MessageReader
 from outrider.models.wire.protocol import SessionRequest
+from outrider.models.wire.steady import LEAST_BODY_BYTES
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, decode_tree
+from outrider.models.wire.verify import VerifyRequest
 
 PAGE = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
 LOCAL_KEY = "a-key-of-the-client"
@@ -28,6 +37,10 @@ PROMPT = "zanzibar def verify("
 HEADERS = {"Authorization": f"Bearer {LOCAL_KEY}", "X-Private": "zanzibar", "User-Agent": "Chatty/1.0"}
 ALLOWED = {"host", "content-type", "content-length", "accept-encoding", "user-agent", "prefer", "authorization"}
 ALLOWED |= {"outrider-target", "transfer-encoding"}
+BLOCK = {"prefix", "prefix_hash", "draft", "max_tokens", "stop_ids", "ignore_eos"}
+BLOCK |= {each.name for each in fields(SamplingParams)}
+"""Of a block of stop-and-wait, without rules, grammars and other things that the request has."""
+NOT_HELD = {"error": {"code": "prefix_not_held", "message": "send its tokens", "type": "invalid_request_error"}}
 
 
 @pytest.fixture
@@ -74,6 +87,34 @@ def test_2_drafts_are_ids_with_levels(wire: Wire) -> None:
     assert calls <= known and "POST /v1/sessions/ID/drafts" in calls
 
 
+async def test_1_and_2_stop_and_wait_sends_blocks_of_ids(cloud: FakeServer, wire: Wire) -> None:
+    """With each the text's parameters, and a hash in place of ids that the server holds. Where it does not, all ids go,
+    and the target that began the text is named. No text, no levels, no times of the device.
+    """
+    prompt = fake_tokenizer().encode(PROMPT)
+
+    def forget(request: httpx.Request) -> httpx.Response | None:
+        """The second block's prefix is not held."""
+        return httpx.Response(409, json=NOT_HELD) if len(wire.to("POST /v1/verify")) == 2 else None
+
+    client, request = VerifierClient(cloud.url, transport=Passing(forget)), whole(prompt, SAMPLED, 40)
+    result = await generate([client], request, drafter(), mode=Mode.STOP_AND_WAIT, depth=FixedDepth(4))
+    assert result.tokens == truth(request)
+    calls = [(headers, json.loads(body)) for call, headers, body in wire.sent if call == "POST /v1/verify"]
+    assert len(calls) > 4 and {call for call, _, _ in wire.sent} <= {"POST /v1/verify", "GET /health/live"}
+    for headers, message in calls:
+        (item,) = message["items"]
+        assert set(message) <= set(VerifyRequest.model_fields) and set(item) <= BLOCK and set(headers) <= ALLOWED
+        assert headers["user-agent"].startswith("outrider/") and item["seed"] == SAMPLED.seed
+    held = ["prefix_hash" in message["items"][0] for _, message in calls]
+    assert held[:4] == [False, True, False, True] and all(held[4:])
+    first, again = calls[0][1]["items"][0]["prefix"], calls[2][1]["items"][0]["prefix"]
+    assert first == prompt and again == [*prompt, *result.tokens[: len(again) - len(prompt)]]
+    assert [number for number, (headers, _) in enumerate(calls) if "outrider-target" in headers] == [2]
+    assert re.search(r"^\| `Outrider-Target`.*`/v1/verify`.*\[1\] \|$", PAGE, re.MULTILINE)
+    assert b"zanzibar" not in wire.bytes and any(message["items"][0]["draft"] for _, message in calls)
+
+
 def test_3_a_chat_sends_its_conversation_to_be_rendered(local: LocalEndpoint, wire: Wire) -> None:
     """As text, in no more bytes than the client's, and nothing else of the request."""
     messages = [{"role": "user", "content": "zanzibar, Занзибар, 桑给巴尔"}]
@@ -83,6 +124,18 @@ def test_3_a_chat_sends_its_conversation_to_be_rendered(local: LocalEndpoint, wi
     assert fields["messages"] == messages and set(fields) == {"messages", "chat_template_kwargs", "tokenizer"}
     assert messages[0]["content"].encode() in rendered
     assert b"someone" not in wire.bytes and b"zanzibar" not in wire.to("POST /v1/sessions")[0]
+
+
+def test_3_a_steady_chat_asks_for_padding(cloud: FakeServer, wire: Wire) -> None:
+    """Of the rendering only, which is padded itself."""
+    with serve_local(cloud.url, is_steady=True) as local:
+        post(local, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=4)
+    for call, headers, body in wire.sent:
+        assert set(headers) <= ALLOWED | {"outrider-padded"}
+        assert ("outrider-padded" in headers) is (call == "POST /v1/render")
+        assert call not in ("POST /v1/render", "POST /v1/sessions") or len(body) == LEAST_BODY_BYTES
+    assert {"POST /v1/render", "POST /v1/sessions"} <= {call for call, _, _ in wire.sent}
+    assert re.search(r"^\| `Outrider-Padded: 1`.*`/v1/render`.*\[3\] \|$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')

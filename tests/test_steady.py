@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,9 +13,12 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.agents import asking, is_at_rest, truth
+from tests.agents import asking, drafter, is_at_rest, truth
+from tests.agents import generate as generate_from
+from tests.cascades import cascade
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
+from tests.local_endpoint import note_requests, serve_local
 from tests.raw_client import Raw, post
 from tests.serving import StepGate, code_of, serve_fake, target_tokens
 from tests.test_cloud_streams import Streaming, settle
@@ -200,6 +204,31 @@ def test_a_server_that_serves_steady_sessions_only_refuses_the_others() -> None:
         wait_until(server.is_empty)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+    ],
+)
+def test_openais_answers_have_no_pace_and_say_so(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the verifier, and at a local endpoint, which asks the verifier for steady sessions all the same."""
+    wire = note_requests(monkeypatch)
+    with serve_fake() as server, serve_local(server.url, is_steady=True) as local:
+        for url in (server.url, local.url):
+            for is_stream in (False, True):
+                answer = httpx.post(url + path, json=body | {"steady": True, "stream": is_stream})
+                error = answer.json()["error"]
+                assert (code_of(answer), error["param"]) == ((400, "unsupported_parameter"), "steady")
+                assert error["message"].startswith("steady is not supported, except as false; leave it out: ")
+                assert "`outrider run`, `chat` or `serve` with --steady" in error["message"]
+            for value in (False, None):
+                assert httpx.post(url + path, json=body | {"steady": value}).status_code == 200
+    assert [json.loads(each)["steady"] for each in wire.to("POST /v1/sessions")] == [True, True]
+
+
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +265,20 @@ async def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
     with pytest.raises(EndpointUnfit, match="http://old knows no steady sessions: upgrade it"):
         async with VerifierClient("http://old", STEADY, refusing) as client, client.open_session(asked):
             pass
+
+
+def test_a_cascade_refuses_by_name_and_sends_nothing_on() -> None:
+    """Its own link to the target's verifier has no pace. Where the device knows that verifier, it takes the text."""
+    words = r"steady is not supported by a cascade, .*; use that verifier, or leave out --steady"
+    with cascade() as running, serve_local(running.mid.url, is_steady=True) as local:
+        with pytest.raises(RequestError, match=words) as refused:
+            generate(running.mid.url, 1, STEADY)
+        assert (refused.value.code, refused.value.origin) == ("unsupported_parameter", running.mid.url)
+        assert re.match(words, local.post({"prompt": "a", "max_tokens": 4}, status=400)["error"]["message"])
+        assert not any(route == "/v1/sessions" for route, _, _ in running.big.core.metrics.requests)
+        both = [running.mid.url, running.big.url]
+        assert asyncio.run(generate_from(both, asking(), drafter(), options=STEADY)).tokens == truth(asking())
+        assert not running.engine.counts.provisional
 
 
 @pytest.mark.parametrize("how", ["buffers", "refuses", "cuts"])

@@ -80,6 +80,7 @@ _GROUPS: Final[dict[str, Codes]] = {
     },
     "prompt": {400: ("context_length_exceeded", "empty_prompt"), 429: ("too_many_sessions",)},
     "model": {404: ("model_not_found",)},
+    "pace": {400: ("unsupported_parameter",)},
     "cascade": {502: ("upstream_refused",), 503: ("upstream_lost",)},
     "evidence": {400: ("wrong_evidence",)},
     "drafts": {
@@ -100,7 +101,7 @@ _GROUPS: Final[dict[str, Codes]] = {
 """Codes that belong together, by what may answer them."""
 
 _OWN: Final = {
-    ("post", "/v1/sessions"): "json rate engine rules grammar cascade tokenizer prefix model",
+    ("post", "/v1/sessions"): "json rate engine rules grammar pace cascade tokenizer prefix model",
     ("post", "/v1/sessions/{session_id}/drafts"): "json session drafts evidence",
     ("delete", "/v1/sessions/{session_id}"): "session",
     ("post", "/v1/verify"): "json rate engine rules grammar cascade evidence fault tokenizer prefix model",

@@ -45,6 +45,13 @@ def session_routes(core: Core) -> APIRouter:
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         model = core.model.named(body.model)
+        if body.steady and core.model.mid is not None:
+            raise FieldError(
+                "unsupported_parameter",
+                "steady is not supported by a cascade, whose link to its target's verifier has no fixed pace; use that "
+                "verifier, or leave out --steady",
+                param="steady",
+            )
         check_tokens(core.engine.limits.max_positions, body.prompt)  # before it is copied and looked up
         if body.stop and body.prefix_hash is not None and body.generated > len(body.prompt):
             raise FieldError(

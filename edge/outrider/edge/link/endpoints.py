@@ -285,7 +285,7 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
 
 def _of_endpoint(refusal: RequestError) -> EndpointRefused:
     """The refusal as a failure of its endpoint, where another may take the text, or the key; raises any other."""
-    if refusal.code == "upstream_refused":
+    if refusal.code in ("upstream_refused", "unsupported_parameter"):  # the latter of a cascade: steady
         return EndpointRefused(refusal)
     if refusal.status not in (401, 403) or refusal.code == "tolerance_not_allowed":
         raise refusal

@@ -19,6 +19,7 @@ from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai_fields import (
     NEUTRAL,
+    REASONS,
     GrammarValue,
     NamedTool,
     Prediction,
@@ -114,9 +115,9 @@ class GenerationRequest(ProcessorParameters):
             for name, neutral in cls.neutral_values().items():
                 if name in raw and not is_neutral(raw[name], neutral):
                     allowed = f", except as {' or '.join(map(json.dumps, neutral))}" if neutral else ""
-                    raise FieldError(
-                        "unsupported_parameter", f"{name} is not supported{allowed}; leave it out", param=name
-                    )
+                    reason = f": {REASONS[name]}" if name in REASONS else ""
+                    words = f"{name} is not supported{allowed}; leave it out{reason}"
+                    raise FieldError("unsupported_parameter", words, param=name)
         return raw
 
     @property

@@ -51,7 +51,8 @@ MAX_BAD_STRINGS: Final = MAX_BAD_WORDS // 2
 """Each may become two token sequences."""
 MAX_BAD_CHARS: Final = 256
 
-# Field -> the values that change nothing, besides null. Those of OpenAI first, then those of other servers.
+# Field -> the values that change nothing, besides null. Those of OpenAI first, then those of other servers, then one of
+# our own sessions.
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -83,7 +84,13 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "vllm_xargs": ({},),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
+    "steady": (False,),
 }
+REASONS: Final[dict[str, str]] = {
+    "steady": "answers of this API have no fixed pace. To hide a text on its way to the verifier, use `outrider run`, "
+    "`chat` or `serve` with --steady; `serve` then does so for every request",
+}
+"""Of fields that are refused, where the name alone does not tell what to do."""
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
