@@ -46,6 +46,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: n
 # The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# One thread for an operation of torch or numpy's BLAS, here and in what is started, unless a test asks for more: beside
+# another process of this run threads wait for each other, busily, in every operation of a small model.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A slow machine is no fault. With Hypothesis' own deadline an example that takes 200 ms would be one.
 settings.register_profile("outrider", deadline=None)
 settings.load_profile("outrider")

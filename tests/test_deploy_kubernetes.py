@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 from tests.dockerfile import Dockerfile
@@ -51,6 +49,8 @@ IMAGE = Dockerfile.read(ROOT / "deploy" / "docker" / "Dockerfile.cpu")
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_fit_kubernetes_schema(name: str) -> None:
     """Strictly: a field that Kubernetes does not know is an error, as it would be dropped."""
+    import kubernetes_validate  # two seconds, for the grammars of its formats: only in the process that needs it
+
     kubernetes_validate.validate(load(name), "1.37", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(load(name) | {"metadate": {}}, "1.37", strict=True)
@@ -180,6 +180,8 @@ RAY_FIELDS = {
 
 def test_the_ray_service_has_known_fields_and_pods() -> None:
     """Its fields are in the list above, and its pods fit Kubernetes' schema strictly."""
+    import kubernetes_validate
+
     assert (RAY["apiVersion"], RAY["kind"]) == ("ray.io/v1", "RayService")
     for path, known in RAY_FIELDS.items():
         objects: list[Any] = [RAY]
@@ -212,6 +214,8 @@ def test_the_ray_service_fits_kuberays_schema() -> None:
     place = os.environ.get("OUTRIDER_KUBERAY_CRD")
     if not place:
         pytest.skip("OUTRIDER_KUBERAY_CRD names no file; see this module's docstring")
+    import jsonschema
+
     definition = yaml.CSafeLoader(Path(place).read_text(encoding="utf-8")).get_single_data()
     (version,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
     schema = closed(version["schema"]["openAPIV3Schema"]["properties"]["spec"])

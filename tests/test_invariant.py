@@ -139,6 +139,12 @@ def _requests_of(name: str, num: int) -> list[GenerationRequest]:
     return _requests(SAMPLINGS[name])[:num]
 
 
+@cache
+def _targets_own(name: str, num: int) -> list[tuple[int, ...]]:
+    """The texts of `_requests_of`, whatever the mode: one after the other, without a server."""
+    return plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), _requests_of(name, num))
+
+
 def num_hits(server: FakeServer) -> int:
     """Requests that were drafted from an earlier text, so far."""
     assert server.core.recent is not None
@@ -148,9 +154,9 @@ def num_hits(server: FakeServer) -> int:
 def own_texts(server: FakeServer, drafters: list[Drafter], mode: str, num: int) -> list[GenerationResult]:
     """Texts of every kind, each the target's own bit for bit; no session stays open. num: of those without rules."""
     results, size = list[GenerationResult](), fake_tokenizer().size
-    for requests in (_requests_of(name, num) for name in SAMPLINGS):
-        generated = asyncio.run(generate_all(mode, server.url, drafters, size, requests))
-        assert [result.tokens for result in generated] == plain_texts(FakeBatchRuntime(vocab_size=size), requests)
+    for name in SAMPLINGS:
+        generated = asyncio.run(generate_all(mode, server.url, drafters, size, _requests_of(name, num)))
+        assert [result.tokens for result in generated] == _targets_own(name, num)
         results += generated
     server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
     return results

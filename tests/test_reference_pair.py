@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from outrider.export.cli import main as export_cli
 from outrider.export.distill.trainer.losses import match_bound
 from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.model_source import read_source
+from outrider.export.source.model_source import identify, read_source
 from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.export.source.widen import widen
 from outrider.models.bundle.bundle import hash_file
@@ -62,6 +63,18 @@ def test_the_package_loads_no_model_library() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'tokenizers')))"
     )
     paths = {"PYTHONPATH": str(HERE.parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=paths, check=False).returncode == 0
+
+
+def test_a_model_is_identified_without_a_model_library() -> None:
+    """As `read_source` has it: a demo that finds its pair exported starts seconds earlier."""
+    source = read_source(reference.draft_dir())
+    assert identify(reference.draft_dir()) == (source.describe(), source.tokenizer.fingerprint)
+    code = (
+        "import sys; from outrider import reference; from outrider.export.source.model_source import identify; "
+        "identify(reference.draft_dir()); sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run([sys.executable, "-c", code], env=paths, check=False).returncode == 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
 from tests.npu_path import Truth, truth_of
@@ -101,6 +102,20 @@ def test_ragged_prefill(runtime: BatchRuntime, truth: Truth) -> None:
         )
         expected = [truth(FIRST)[100 - first :], truth(SECOND)[70 - second :], truth(SECOND[:10])[10 - third :]]
         assert_close(logits, np.concatenate(expected))
+
+
+def test_two_threads_of_torch_compute_the_same(
+    tiny_model: Callable[[str], Path], truths: Callable[[str], Truth]
+) -> None:
+    """All other tests have one."""
+    before = torch.get_num_threads()
+    try:
+        with closing(open_batch_runtime("torch", tiny_model("llama"), replace(OPTIONS, num_threads=2))) as opened:
+            assert torch.get_num_threads() == 2
+            found = opened.forward([SequenceSlice(FIRST, 0, [9, 2, 14, 5], 100)])
+            assert_close(found, truths("llama")(FIRST))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_chunked_prefill_beside_decoding(runtime: BatchRuntime, truth: Truth) -> None:

@@ -25,7 +25,7 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.make.stage_store import discard
 from outrider.export.progress import Progress, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.model_source import read_source
+from outrider.export.source.model_source import identify
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import SCHEMA_VERSION, Precision
 from outrider.models.cache_folder import default_cache_dir
@@ -95,12 +95,12 @@ def _forget_others(place: Path) -> None:
 
 
 def _key(directory: Path, options: ExportOptions) -> str:
-    source = read_source(directory)
+    source, fingerprint = identify(directory)
     # One key for a default and for its name.
     named = replace(options, runtime=options.resolved_runtime, precision=options.resolved_precision, num_threads=0)
     what = {
         "schema": SCHEMA_VERSION,
-        "source": source.describe().model_dump() | {"tokenizer": source.tokenizer.fingerprint},
+        "source": source.model_dump() | {"tokenizer": fingerprint},
         "options": repr(named),
         "versions": package_versions(),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -61,10 +61,7 @@ class SourceModel:
 
     def describe(self) -> Source:
         """Name, revision and the hash of configuration and weights; reads every byte of the weights."""
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for path in self.weight_files:
-            digest.update(f"\n{path.name} {hash_file(path)}".encode())
-        return Source(name=self.name, revision=self.revision, weights_sha256=digest.hexdigest())
+        return _describe(self.name, self.revision, self.config, self.weight_files)
 
     @property
     def runtime_config(self) -> dict[str, Any]:
@@ -115,6 +112,25 @@ def read_source(model: str | Path, max_positions: int | None = None) -> SourceMo
         parameters=check_weights(path, weight_files, shape, config),
     )
     return SourceModel(path, name, commit, config, weight_files, tokenizer, architecture, shape)
+
+
+def identify(model: str | Path) -> tuple[Source, str]:
+    """What `read_source` finds, described, and its tokenizer's fingerprint. Loads no model library: that takes seconds.
+
+    Raises ExportError or TokenizerError, but not for all that `read_source` refuses.
+    """
+    path = resolve_model(model)
+    _check_files(path)
+    name, commit = _name(path)
+    described = _describe(name, commit, read_config(path), find_weight_files(path))
+    return described, Tokenizer.from_dir(path, name=name).fingerprint
+
+
+def _describe(name: str, revision: str | None, config: Mapping[str, Any], weight_files: Iterable[Path]) -> Source:
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in weight_files:
+        digest.update(f"\n{path.name} {hash_file(path)}".encode())
+    return Source(name=name, revision=revision, weights_sha256=digest.hexdigest())
 
 
 def read_config(path: Path) -> dict[str, Any]:
