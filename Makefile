@@ -7,8 +7,10 @@ STAMP := $(VENV)/.installed
 
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TESTS := $(patsubst %,tests/test_%.py,bundle cloud_keys cloud_openai command_line edge_retrieval grammar measured_pages)
 
-.PHONY: demo test test-ray test-vllm soak bench bench-full lint types wheel check docs release format clean
+.PHONY: demo test test-ray test-vllm test-lowest soak bench bench-full lint types wheel check docs release format clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo $(ARGS)
@@ -25,6 +27,16 @@ test-ray: $(STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 	OUTRIDER_INTERPRET=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_v2.py tests/vllm/test_heads.py $(ARGS)
+
+# The lowest versions that pyproject.toml allows: without Ray and the tests' clients, which want newer ones. uv reads no
+# settings of pip: UV_FIND_LINKS or UV_INDEX says where a CPU build of torch is.
+test-lowest:
+	PYTHON="$(PYTHON)" sh tests/make_venv.sh $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet "uv>=0.9"
+	VIRTUAL_ENV=$(LOWEST_VENV) $(LOWEST_VENV)/bin/uv pip install --quiet --resolution lowest-direct -r pyproject.toml "pytest>=9" "hypothesis>=6.150" \
+		--extra edge --extra edge-onnxruntime --extra docs --extra telemetry --extra cloud --extra torch --extra export
+	VIRTUAL_ENV=$(LOWEST_VENV) $(LOWEST_VENV)/bin/uv pip install --quiet --no-deps -e . -e reference
+	$(LOWEST_VENV)/bin/python -m pytest $(or $(ARGS),$(LOWEST_TESTS))
 
 # An hour of random faults; every text must be its undisturbed twin. redis-server on the path is killed, too.
 soak: $(STAMP)
@@ -78,4 +90,4 @@ $(VLLM_STAMP): pyproject.toml hatch_build.py
 	touch $(VLLM_STAMP)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -123,7 +123,7 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
         "error: ~nosuchuser/x cannot be used",
         "error: ~nosuchuser/y cannot be used",
         "error: the chat cannot be saved to xxx",
-        "error: the chat cannot be saved to a\\x00b: embedded null byte",
+        "error: the chat cannot be saved to a\\x00b: ",
         "error: a\\x00c cannot be read: embedded null byte",
         "error: no such command /nonsense; /help lists them",
         "error: no such command /sta; did you mean /stats?",
