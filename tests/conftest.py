@@ -45,13 +45,9 @@ disable_openvino_telemetry()  # each conversion would fork this process, for an 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test contacts a hub
 # The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# One thread for an operation of torch or numpy's BLAS, here and in what is started, unless a test asks for more: beside
-# another process of this run threads wait for each other, busily, in every operation of a small model.
+# Threads of torch's and BLAS's small operations wait busily for each other beside the run's other process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# A slow machine is no fault. With Hypothesis' own deadline an example that takes 200 ms would be one.
-settings.register_profile("outrider", deadline=None)
+settings.register_profile("outrider", deadline=None)  # with Hypothesis' own a slow machine would be a fault
 settings.load_profile("outrider")
 
 # A vocabulary of 96 here, odd sizes elsewhere: nothing should depend on round numbers.

@@ -145,7 +145,7 @@ class DraftReader:
             self._receive(self._inbox, 1, wait_until - now)
 
     def ended(self, began_s: float, now: float, prepared_s: float) -> None:
-        """Records when the model's result was here. prepared_s: of the workers' host between the reading and the picks."""
+        """Records when the model's result was here. prepared_s: of the workers' host, between reading and picks."""
         was_late = now - self._left_off_s - prepared_s < _SPARED * (now - began_s)
         self._share = self._share / 2 if was_late else min(_MOST_WAITED, self._share + _MORE)
         self._prepared_s = max(prepared_s, _FADE * self._prepared_s)
