@@ -42,6 +42,8 @@ from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.drafting.turns import Turns
 from outrider.edge.drafting.worker import Drafting as DeviceDrafting
 from outrider.edge.drafting.worker import TreeLimits
+from outrider.edge.lab.cores import CorePlan, Cores
+from outrider.edge.lab.laboratory import connected
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import why_no_turns
@@ -207,6 +209,17 @@ def test_a_text_has_the_words_where_its_target_is_on_this_machine(is_local: bool
         drafted = run(generate([client], asking(), drafter(), depth=FixedDepth(4)))
         assert drafted.num_drafted and drafted.turns == words
         assert run(generate([server.url], asking(), depth=FixedDepth(0))).turns == ""
+
+
+@pytest.mark.parametrize("cores", [None, frozenset({0})])
+def test_a_core_each_stands_for_two_machines(cores: Cores) -> None:
+    """Benches that give verifier and device their own cores measure no turns, though both have a loopback address."""
+
+    async def found() -> bool:
+        async with connected("http://127.0.0.1:1", CorePlan(cores, cores, "")) as endpoints:
+            return endpoints._clients[0].is_local
+
+    assert run(found()) is (cores is None)
 
 
 def waiting(*, patience_ms: float | None = None) -> tuple[Drafting, PendingDrafts]:

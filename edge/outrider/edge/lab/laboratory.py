@@ -140,6 +140,7 @@ async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIter
     """The cloud at `url`, a round trip of `rtt_ms` away."""
     with network(url, rtt_ms, cores.agent) as url:
         async with VerifierClient(url) as client:
+            client.is_local &= cores.agent is None  # a core each stands for two machines
             yield Endpoints([client])
 
 
