@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import LocalEndpoint, chunks_of
@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
-from outrider.models.http.answer_text import _StopString
+from outrider.models.http.answer_text import TextStyle, TokenPiece, _StopString
 from outrider.models.http.answers import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.chooser import logprobs_of
+from outrider.models.processors.chooser import TokenLogprobs, logprobs_of
 from outrider.models.text.tokenizer import Tokenizer
 
 PROMPT = "def verify("
@@ -278,6 +278,40 @@ def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[s
             return
         for each, stop in zip(found, stops, strict=True):
             assert each.num_matched == max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+
+
+HALVES, PARTS = fake_tokenizer().encode("é"), [EOS_ID, *fake_tokenizer().encode("aabé")]
+
+
+@given(
+    tokens=st.lists(st.sampled_from(PARTS), max_size=12),
+    chunks=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+    stops=st.lists(st.text("abé\ufffd", min_size=1, max_size=3), max_size=2),
+    keeps=st.tuples(st.booleans(), st.booleans()),
+)
+@example(tokens=[PARTS[1], *HALVES], chunks=[1] * 12, stops=["é"], keeps=(False, True))
+@example(tokens=[PARTS[1], EOS_ID, PARTS[3]], chunks=[1] * 12, stops=["b"], keeps=(False, True))
+def test_the_tokens_of_a_text_do_not_depend_on_how_they_came(
+    tokens: list[int], chunks: list[int], stops: list[str], keeps: tuple[bool, bool]
+) -> None:
+    """All at once, as drafts bring them, or a few: text, entries of logprobs and their offsets are the same, also where
+    a token shows nothing, since it is special or a part of a character.
+    """
+    style, tokenizer = TextStyle(tuple(stops), frozenset(), *keeps, keeps_pieces=True), fake_tokenizer()
+
+    def shown(sizes: list[int]) -> tuple[str, list[TokenPiece], int]:
+        assembler, rest, text, pieces = style.assembler(tokenizer, ()), tokens, "", list[TokenPiece]()
+        for size in sizes:
+            text += assembler.push(rest[:size], [TokenLogprobs(token, -1.0, ()) for token in rest[:size]])
+            rest, pieces = rest[size:], pieces + assembler.take_pieces()
+        text += assembler.finish()
+        return text, pieces + assembler.take_pieces(), assembler.num_tokens
+
+    text, pieces, num_tokens = shown([len(tokens)])
+    assert (text, pieces, num_tokens) == shown(chunks)
+    assert [piece.token for piece in pieces] == tokens[: len(pieces)] and len(pieces) <= num_tokens
+    if text == tokenizer.decode(tokens, skip_special_tokens=keeps[1]):
+        assert len(pieces) == len(tokens)
 
 
 def test_stop_strings_cost_little_whatever_the_text_is() -> None:
