@@ -232,6 +232,10 @@ def test_what_ends_a_text_may_be_shown(client: httpx.Client) -> None:
     asked: dict[str, Any] = {"stop_token_ids": [ids[5]], "ignore_eos": False}
     assert text_of(client, **asked) == fake_tokenizer().decode(ids[:5])
     assert text_of(client, include_stop_str_in_output=True, **asked) == fake_tokenizer().decode(ids[:6])
+    # The model's own end is an end beside `ignore_eos` where a request names it.
+    asked = {"stop_token_ids": [EOS_ID], "logit_bias": {str(EOS_ID): 100}, "skip_special_tokens": False, "logprobs": 0}
+    (choice,) = complete(client, **asked)["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"], choice["finish_reason"]) == ("", [], "stop")
 
 
 def test_special_tokens_may_be_shown(client: httpx.Client) -> None:
