@@ -199,6 +199,7 @@ def test_bad_requests_have_distinct_codes(
     [
         ({"tokenizer": "0" * 64}, 409, "tokenizer_mismatch"),
         ({"messages": []}, 400, "invalid_parameter"),
+        ({"truncate_prompt_tokens": -2}, 400, "invalid_parameter"),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "context_length_exceeded"),
     ],
 )
@@ -257,6 +258,8 @@ def test_chat_uses_the_template(client: httpx.Client, server: FakeServer) -> Non
     rendered = RenderAnswer.model_validate_json(answer.content)
     assert text == text_of(target_tokens(rendered.tokens, 20))
     assert (rendered.model, rendered.target) == ("fake", server.core.model.target)
+    last = client.post("/v1/render", json={"messages": MESSAGES, "truncate_prompt_tokens": 3}).json()["tokens"]
+    assert last == rendered.tokens[-3:]
 
 
 def test_without_a_template_no_chat_is_answered_and_nothing_rendered() -> None:

@@ -253,7 +253,11 @@ def test_a_prompts_last_tokens(client: httpx.Client) -> None:
     expected = complete(client, prompt=fake_tokenizer().encode("zip the drafts")[-3:])
     found = complete(client, prompt="zip the drafts", truncate_prompt_tokens=3)
     assert found["choices"] == expected["choices"] and found["usage"]["prompt_tokens"] == 3
-    assert complete(client, CHAT, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
+    # More than the context holds, by far, as their first part says.
+    long = {"messages": [{"role": "user", "content": "verify " * 3500 + "東" * 3000}]}
+    for fields in ({}, long):
+        assert complete(client, CHAT, truncate_prompt_tokens=4, **fields)["usage"]["prompt_tokens"] == 4
+    assert refused(client, CHAT, **long)[0] == "context_length_exceeded"
     assert complete(client, truncate_prompt_tokens=-1)["choices"] == complete(client)["choices"]
 
 
