@@ -204,6 +204,9 @@ class GenerationResult:
     held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the last
     session counts; None where none does. rule: by which the target accepted. joules: what this device's processor took
     while the text ran, other programs included; None where the system does not count it.
+
+    A stop string that completes with the last of max_tokens is not seen where the stream is cut right after it: then
+    finish_reason is "length", and cut None.
     """
 
     mode: Mode
