@@ -168,7 +168,7 @@ def test_a_text_follows_the_grammar_that_was_asked_for(client: httpx.Client) -> 
         (b'{"prompt":"a","echo":true,"logprobs":1}', 400, "unsupported_parameter", "echo"),
         (b'{"prompt":"a","prediction":"b"}', 400, "invalid_parameter", "prediction"),
         (b'{"prompt":""}', 400, "empty_prompt", None),
-        (b'{"prompt":[300]}', 400, "token_out_of_range", None),
+        (b'{"prompt":[300]}', 400, "token_out_of_range", "prompt"),
         (b'{"prompt":"a","stop_token_ids":[300]}', 400, "token_out_of_range", "stop_token_ids"),
         (b'{"prompt":[%s]}' % b",".join([b"1"] * 4096), 400, "context_length_exceeded", None),
         (b'{"prompt":"a","model":"gpt-4"}', 404, "model_not_found", "model"),

@@ -261,6 +261,17 @@ def test_a_prompts_last_tokens(client: httpx.Client) -> None:
     assert complete(client, truncate_prompt_tokens=-1)["choices"] == complete(client)["choices"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop_token_ids": [9999]}, {"logit_bias": {"9999": 1}}, {"allowed_token_ids": [1, 9999]}, {"prompt": [9999]}],
+)
+def test_an_id_beyond_the_vocabulary_is_refused_before_the_text_begins(
+    client: httpx.Client, fields: dict[str, Any]
+) -> None:
+    """By the name that the request gives it; a session's is another, and no stream begins with 200."""
+    assert refused(client, stream=True, **fields) == ("token_out_of_range", next(iter(fields)))
+
+
 def test_usage_in_each_chunk(client: httpx.Client) -> None:
     """`continuous_usage_stats` beside `include_usage`: it never falls."""
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}

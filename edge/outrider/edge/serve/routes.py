@@ -61,6 +61,7 @@ from outrider.models.http.errors import FieldError
 from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.http.sse import until_gone
+from outrider.models.wire.fields import require_ids
 from outrider.models.wire.protocol import ModelFacts
 
 PATHS_ARE: Final = (
@@ -261,6 +262,9 @@ async def _answer(
         cut = text_style(body, style, core.tokenizer, ends)
         draft_grammar = await core.grammars.compiled(grammar, owner)
         rules = await processors_of(core.workers, owner, core.tokenizer, body)
+        for ids, name in (*((prompt, "prompt") for prompt in prompts), (stop_ids or (), "stop_token_ids")):
+            require_ids(ids, name, facts.vocab_size)
+        rules.require_ids(facts.vocab_size)
         prediction = await core.workers.run(owner, encode_prediction, core.tokenizer, body) if body.prediction else ()
         requests = [
             GenerationRequest(
