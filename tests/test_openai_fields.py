@@ -195,7 +195,7 @@ def test_suffix_needs_a_models_own_tokens(client: httpx.Client, tmp_path: Any) -
     """It is refused by name where the model has none; else both parts stand between them."""
     assert refused(client, suffix="end") == ("unsupported_parameter", "suffix")
     assert refused(client, suffix="end", echo=True) == ("invalid_parameter", "echo")
-    with pytest.raises(RequestError, match="has no tokens to fill in text"):
+    with pytest.raises(RequestError, match="this model has no tokens to fill in text"):
         fill_in_prompt(fake_tokenizer(), "a", "b")
     for names in (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], ["[SUFFIX]", "[PREFIX]"]):
         tokenizer = with_tokens(tmp_path, names)

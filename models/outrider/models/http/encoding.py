@@ -42,8 +42,7 @@ def fill_in_prompt(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -
     else:
         raise FieldError(
             "unsupported_parameter",
-            f"suffix is not supported: {tokenizer.name} has no tokens to fill in text, such as <|fim_middle|>; leave "
-            "it out",
+            "suffix is not supported: this model has no tokens to fill in text, such as <|fim_middle|>; leave it out",
             param="suffix",
         )
     before = prefix if isinstance(prefix, list) else tokenizer.encode(prefix, add_special_tokens=False)
