@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -35,6 +36,7 @@ from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceRuntime
+from outrider.models.wire.protocol import ModelFacts
 from outrider.models.wire.tree_draft import TreeDraft
 
 RETRY = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
@@ -73,6 +75,15 @@ class LocalEndpoint:
         """Whether no text is in work and every sequence of the draft is back."""
         core = self.core
         return not core.places.total and not core.tasks and not core.drafts.num_lent
+
+
+@contextmanager
+def leaving_ids_to(cloud: FakeServer, local: LocalEndpoint) -> Iterator[None]:
+    """Inside, the endpoint takes the verifier's vocabulary for larger than it is, so that only that one refuses ids."""
+    facts = ModelFacts.model_validate(httpx.get(f"{cloud.url}/v1/model").json() | {"vocab_size": 1 << 30})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local.core.upstream, "facts", AsyncMock(return_value=facts))
+        yield
 
 
 def fake_draft(agreement: float = 0.8, max_positions: int = 4096) -> FakeSequenceRuntime:

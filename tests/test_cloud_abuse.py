@@ -56,7 +56,7 @@ from outrider.models.http.bodies import (
     load,
     parse,
 )
-from outrider.models.http.encoding import encode_prediction, encode_prompts
+from outrider.models.http.encoding import encode_chat, encode_prediction, encode_prompts
 from outrider.models.http.errors import from_validation
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import DraftRequest, SessionRequest
@@ -254,6 +254,11 @@ def test_a_text_of_far_too_many_tokens_is_tokenized_in_part(unit: str, monkeypat
     for more in ({"prompt": text, "truncate_prompt_tokens": 3}, {"prompt": "a", "suffix": text}):
         with pytest.raises(RequestError, match=r"characters, which are more than the (16384 tokens .* cuts|4000 )"):
             encoded(**more)
+    assert max(tokenized) <= most
+    dense = [{"role": "user", "content": "\N{GRINNING FACE}" * 40_000}]
+    chat = openai.RenderRequest.model_validate({"messages": dense, "truncate_prompt_tokens": 3})
+    with pytest.raises(RequestError, match=r"more than the 18000 tokens that this server takes before it cuts"):
+        encode_chat(tokenizer, 9000, chat)
     assert max(tokenized) <= most
     long = unit * 9_000  # over the context, yet not by far
     assert encoded(prompt=long, truncate_prompt_tokens=3) == [encode(tokenizer, long)[-3:]]

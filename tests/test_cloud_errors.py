@@ -60,7 +60,7 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        (b'{"prompt":[5000],"max_tokens":4}', "token_out_of_range", None),
+        (b'{"prompt":[5000],"max_tokens":4}', "token_out_of_range", "prompt"),
         (b'{"prompt":[1],"max_tokens":4,"stop_ids":[300]}', "token_out_of_range", "stop_ids"),
         (b'{"prompt":[%s],"max_tokens":4}' % b",".join([b"1"] * 4096), "context_length_exceeded", None),
         (b'{"prompt":[1],"max_tokens":4,"temperature":NaN}', "invalid_parameter", "temperature"),

@@ -168,7 +168,7 @@ def test_a_text_follows_the_grammar_that_was_asked_for(client: httpx.Client) -> 
         (b'{"prompt":"a","echo":true,"logprobs":1}', 400, "unsupported_parameter", "echo"),
         (b'{"prompt":"a","prediction":"b"}', 400, "invalid_parameter", "prediction"),
         (b'{"prompt":""}', 400, "empty_prompt", None),
-        (b'{"prompt":[300]}', 400, "token_out_of_range", None),
+        (b'{"prompt":[300]}', 400, "token_out_of_range", "prompt"),
         (b'{"prompt":"a","stop_token_ids":[300]}', 400, "token_out_of_range", "stop_token_ids"),
         (b'{"prompt":[%s]}' % b",".join([b"1"] * 4096), 400, "context_length_exceeded", None),
         (b'{"prompt":"a","model":"gpt-4"}', 404, "model_not_found", "model"),
@@ -199,6 +199,7 @@ def test_bad_requests_have_distinct_codes(
     [
         ({"tokenizer": "0" * 64}, 409, "tokenizer_mismatch"),
         ({"messages": []}, 400, "invalid_parameter"),
+        ({"truncate_prompt_tokens": -2}, 400, "invalid_parameter"),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "context_length_exceeded"),
     ],
 )
@@ -257,6 +258,8 @@ def test_chat_uses_the_template(client: httpx.Client, server: FakeServer) -> Non
     rendered = RenderAnswer.model_validate_json(answer.content)
     assert text == text_of(target_tokens(rendered.tokens, 20))
     assert (rendered.model, rendered.target) == ("fake", server.core.model.target)
+    last = client.post("/v1/render", json={"messages": MESSAGES, "truncate_prompt_tokens": 3}).json()["tokens"]
+    assert last == rendered.tokens[-3:]
 
 
 def test_without_a_template_no_chat_is_answered_and_nothing_rendered() -> None:

@@ -44,8 +44,8 @@ def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
     """
     good = {"prefix": PREFIX, "draft": target_tokens(PREFIX, 2)}
     cases: tuple[tuple[Any, str, str | None], ...] = (
-        ({"prefix": [300]}, "token_out_of_range", None),
-        ({"prefix": PREFIX, "draft": [5, 301]}, "token_out_of_range", None),
+        ({"prefix": [300]}, "token_out_of_range", "prefix"),
+        ({"prefix": PREFIX, "draft": [5, 301]}, "token_out_of_range", "draft"),
         ({"prefix": PREFIX, "temperature": -1}, "invalid_parameter", "items.3.temperature"),
         ({"prefix": PREFIX, "temperature": 0.00001}, "invalid_parameter", "temperature"),
         ({"prefix": PREFIX, "temperature": float("nan")}, "invalid_parameter", "items.5.temperature"),

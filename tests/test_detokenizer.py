@@ -116,9 +116,12 @@ def library_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], **options: Any) -> list[str]:
-    """The pieces, one per token, then what `flush` gives."""
+    """The pieces, one per token, then what `flush` gives: nothing, unless the ids end inside a character."""
     detokenizer = tokenizer.detokenizer(**options)
-    return [*(detokenizer.push(index) for index in ids), detokenizer.flush()]
+    pieces = [detokenizer.push(index) for index in ids]
+    is_inside, last = detokenizer.is_inside, detokenizer.flush()
+    assert (is_inside or not last) and not detokenizer.is_inside
+    return [*pieces, last]
 
 
 @given(text=TEXTS)

@@ -263,6 +263,22 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
         assert not httpx.get(f"{local.url}/v1/outrider/info").json()["is_up"]  # the next text tries no session
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/outrider/generate"])
+def test_the_first_text_of_an_outage_is_written_too(path: str) -> None:
+    """Also a conversation, which a cloud would make token ids: with the draft's template, under the draft's name."""
+    asked = body() if path == "/v1/completions" else {"messages": MESSAGES, "max_tokens": 24, **SAMPLED}
+    asked = {name: asked[name] for name in asked if name != "top_p" or "generate" not in path}
+    with unreached() as (_, local, reached):
+        with reached():
+            assert '"unverified' not in httpx.post(local.url + path, json=asked, timeout=60.0).text
+            local.wait_until(local.is_at_rest)
+        for _ in range(2):
+            answer = httpx.post(local.url + path, json=asked, timeout=60.0)
+            assert answer.status_code == 200 and '"unverified' in answer.text, answer.text
+            if "chat" in path:
+                assert answer.json()["model"] == "a-fake-draft"
+
+
 def test_an_unverified_answer_is_its_own_clients() -> None:
     """Another key finds none, with a cloud and without; of eight calls at once one has it verified, by one text."""
     gate, own, other = StepGate(), bearer(KEY), bearer(OTHER_KEY)

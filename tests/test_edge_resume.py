@@ -156,15 +156,15 @@ async def test_a_text_that_is_cut_at_its_end_is_over(
 
 
 async def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None:
-    """ignore_eos overrides stop_ids, as on the server."""
+    """ignore_eos leaves out the target's own ends, and no stop id that the request names, as on the server."""
     script = Script(
         session(opened(stop_ids=()), Commit(base=0, tokens=[5, EOS])),
         session(opened(stop_ids=()), Commit(base=0, tokens=[6]), ended()),
     )
-    request = GenerationRequest(PROMPT, max_tokens=3, stop_ids=frozenset({EOS}), ignore_eos=True)
-    assert replace(request, end_ids=frozenset({EOS})).plan.stop_ids == frozenset()
-    added = GenerationRequest(PROMPT, stop_ids=frozenset({7}), end_ids=frozenset({EOS}))
-    assert added.plan.stop_ids == {7, EOS} and replace(added, ignore_eos=True).plan.stop_ids == {7}
+    request = GenerationRequest(PROMPT, max_tokens=3, ignore_eos=True)
+    for named in (set[int](), {7}, {EOS}):
+        added = GenerationRequest(PROMPT, stop_ids=frozenset(named), end_ids=frozenset({EOS}))
+        assert added.plan.stop_ids == {*named, EOS} and replace(added, ignore_eos=True).plan.stop_ids == named
     result = await stream(script, request)
     assert (result.tokens, result.finish_reason) == ((5, EOS, 6), "length")
     assert script.requests[1].prompt == [*PROMPT, 5, EOS] and script.requests[1].ignore_eos

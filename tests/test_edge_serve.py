@@ -15,6 +15,7 @@ import pytest
 from tests.agents import SURE, Clock, free_port, proxy_to
 from tests.commands import KEY, OTHER_KEY
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.faulty_proxy import FaultyProxy
 from tests.local_endpoint import (
     DRAFTS,
     MESSAGES,
@@ -77,6 +78,18 @@ def test_a_stop_string_ends_the_text_and_its_session(cloud: FakeServer, local: L
     again = local.post(body(3000, **long, stop=local.text(24, **long)[9:12]))
     assert again["choices"][0]["finish_reason"] == "stop"
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= again["usage"]["prompt_tokens"] // 2
+
+
+def test_a_stop_string_is_counted_where_the_stream_is_cut_before_its_end(cloud: FakeServer) -> None:
+    """With the last of max_tokens: no other session is opened, so no server says why the text ended."""
+    address = httpx.URL(cloud.url)
+    with FaultyProxy(address.host, address.port or 0) as proxy, serve_local(proxy.url) as local:
+        local.post(body(1))
+        proxy.cut_after(b'"reason":', 1)
+        (choice,) = local.post(body(1, stop=expected(count=1)[-1]))["choices"]
+        local.wait_until(local.is_at_rest)
+        assert (choice["finish_reason"], proxy.num_cuts > 0) == ("stop", True)
+        assert local.core.metrics.texts == {"length": 1, "stop": 1}
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"skip_special_tokens": False}])

@@ -23,6 +23,7 @@ from tests.local_endpoint import (
     LocalEndpoint,
     body,
     expected,
+    leaving_ids_to,
     local_core,
     serve_local,
     serve_process,
@@ -276,7 +277,8 @@ def test_a_verifier_that_fails_is_reported(cloud: FakeServer, caplog: pytest.Log
         assert code_of(answer) == (502, "verifier_refused")
         assert guarded.url not in answer.text and "verifier_refused" in caplog.text
     with serve_local(cloud.url, hidden) as local:
-        answer = httpx.post(f"{local.url}/v1/completions", json=body(logit_bias={"99999999": 1}))
+        with leaving_ids_to(cloud, local):
+            answer = httpx.post(f"{local.url}/v1/completions", json=body(logit_bias={"99999999": 1}))
         assert code_of(answer) == (400, "token_out_of_range")
         assert "from http" not in answer.text and f"(from {cloud.url})" in caplog.text
         assert (400, local.refusal(400, long)) == code_of(httpx.post(f"{cloud.url}/v1/completions", json=long))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.commands import KEY
-from tests.local_endpoint import LocalEndpoint, note_requests, serve_local
+from tests.local_endpoint import LocalEndpoint, leaving_ids_to, note_requests, serve_local
 from tests.serving import FakeServer, bearer
 
 from outrider.edge.drafting.drafter import NgramDrafter
@@ -251,12 +251,15 @@ async def test_each_verification_carries_the_trace(
     assert (text["outrider.mode"], text["outrider.tokens"]) == ("stop-and-wait", 3)
 
 
-def test_traces_have_no_word_of_a_text_and_errors_only_their_kind(local: LocalEndpoint, provider: Provider) -> None:
+def test_traces_have_no_word_of_a_text_and_errors_only_their_kind(
+    cloud: FakeServer, local: LocalEndpoint, provider: Provider
+) -> None:
     """Also where the verifier's error quotes the request."""
     httpx.post(f"{local.url}/v1/completions", json=ASKED, headers={"Authorization": f"Bearer {KEY}"})
     httpx.post(f"{local.url}/v1/chat/completions", json=CHAT)
     unknown = {**ASKED, "prompt": [UNKNOWN_ID]}  # the verifier refuses it by name
-    refused = httpx.post(f"{local.url}/v1/completions", json=unknown, timeout=60.0)
+    with leaving_ids_to(cloud, local):
+        refused = httpx.post(f"{local.url}/v1/completions", json=unknown, timeout=60.0)
     assert refused.status_code == 400 and str(UNKNOWN_ID) in refused.text
     httpx.get(f"{local.url}/{SECRET}?{SECRET}")
     local.wait_until(lambda: all(span.is_ended for span in provider.spans))

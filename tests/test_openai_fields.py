@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import LocalEndpoint, chunks_of
@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
-from outrider.models.http.answer_text import _StopString
+from outrider.models.http.answer_text import TextStyle, TokenPiece, _StopString
 from outrider.models.http.answers import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.chooser import logprobs_of
+from outrider.models.processors.chooser import TokenLogprobs, logprobs_of
 from outrider.models.text.tokenizer import Tokenizer
 
 PROMPT = "def verify("
@@ -195,7 +195,7 @@ def test_suffix_needs_a_models_own_tokens(client: httpx.Client, tmp_path: Any) -
     """It is refused by name where the model has none; else both parts stand between them."""
     assert refused(client, suffix="end") == ("unsupported_parameter", "suffix")
     assert refused(client, suffix="end", echo=True) == ("invalid_parameter", "echo")
-    with pytest.raises(RequestError, match="has no tokens to fill in text"):
+    with pytest.raises(RequestError, match="this model has no tokens to fill in text"):
         fill_in_prompt(fake_tokenizer(), "a", "b")
     for names in (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], ["[SUFFIX]", "[PREFIX]"]):
         tokenizer = with_tokens(tmp_path, names)
@@ -232,6 +232,10 @@ def test_what_ends_a_text_may_be_shown(client: httpx.Client) -> None:
     asked: dict[str, Any] = {"stop_token_ids": [ids[5]], "ignore_eos": False}
     assert text_of(client, **asked) == fake_tokenizer().decode(ids[:5])
     assert text_of(client, include_stop_str_in_output=True, **asked) == fake_tokenizer().decode(ids[:6])
+    # The model's own end is an end beside `ignore_eos` where a request names it.
+    asked = {"stop_token_ids": [EOS_ID], "logit_bias": {str(EOS_ID): 100}, "skip_special_tokens": False, "logprobs": 0}
+    (choice,) = complete(client, **asked)["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"], choice["finish_reason"]) == ("", [], "stop")
 
 
 def test_special_tokens_may_be_shown(client: httpx.Client) -> None:
@@ -249,8 +253,23 @@ def test_a_prompts_last_tokens(client: httpx.Client) -> None:
     expected = complete(client, prompt=fake_tokenizer().encode("zip the drafts")[-3:])
     found = complete(client, prompt="zip the drafts", truncate_prompt_tokens=3)
     assert found["choices"] == expected["choices"] and found["usage"]["prompt_tokens"] == 3
-    assert complete(client, CHAT, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
+    # More than the context holds, by far, as their first part says.
+    long = {"messages": [{"role": "user", "content": "verify " * 3500 + "東" * 3000}]}
+    for fields in ({}, long):
+        assert complete(client, CHAT, truncate_prompt_tokens=4, **fields)["usage"]["prompt_tokens"] == 4
+    assert refused(client, CHAT, **long)[0] == "context_length_exceeded"
     assert complete(client, truncate_prompt_tokens=-1)["choices"] == complete(client)["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop_token_ids": [9999]}, {"logit_bias": {"9999": 1}}, {"allowed_token_ids": [1, 9999]}, {"prompt": [9999]}],
+)
+def test_an_id_beyond_the_vocabulary_is_refused_before_the_text_begins(
+    client: httpx.Client, fields: dict[str, Any]
+) -> None:
+    """By the name that the request gives it; a session's is another, and no stream begins with 200."""
+    assert refused(client, stream=True, **fields) == ("token_out_of_range", next(iter(fields)))
 
 
 def test_usage_in_each_chunk(client: httpx.Client) -> None:
@@ -278,6 +297,40 @@ def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[s
             return
         for each, stop in zip(found, stops, strict=True):
             assert each.num_matched == max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+
+
+HALVES, PARTS = fake_tokenizer().encode("é"), [EOS_ID, *fake_tokenizer().encode("aabé")]
+
+
+@given(
+    tokens=st.lists(st.sampled_from(PARTS), max_size=12),
+    chunks=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+    stops=st.lists(st.text("abé\ufffd", min_size=1, max_size=3), max_size=2),
+    keeps=st.tuples(st.booleans(), st.booleans()),
+)
+@example(tokens=[PARTS[1], *HALVES], chunks=[1] * 12, stops=["é"], keeps=(False, True))
+@example(tokens=[PARTS[1], EOS_ID, PARTS[3]], chunks=[1] * 12, stops=["b"], keeps=(False, True))
+def test_the_tokens_of_a_text_do_not_depend_on_how_they_came(
+    tokens: list[int], chunks: list[int], stops: list[str], keeps: tuple[bool, bool]
+) -> None:
+    """All at once, as drafts bring them, or a few: text, entries of logprobs and their offsets are the same, also where
+    a token shows nothing, since it is special or a part of a character.
+    """
+    style, tokenizer = TextStyle(tuple(stops), frozenset(), *keeps, keeps_pieces=True), fake_tokenizer()
+
+    def shown(sizes: list[int]) -> tuple[str, list[TokenPiece], int]:
+        assembler, rest, text, pieces = style.assembler(tokenizer, ()), tokens, "", list[TokenPiece]()
+        for size in sizes:
+            text += assembler.push(rest[:size], [TokenLogprobs(token, -1.0, ()) for token in rest[:size]])
+            rest, pieces = rest[size:], pieces + assembler.take_pieces()
+        text += assembler.finish()
+        return text, pieces + assembler.take_pieces(), assembler.num_tokens
+
+    text, pieces, num_tokens = shown([len(tokens)])
+    assert (text, pieces, num_tokens) == shown(chunks)
+    assert [piece.token for piece in pieces] == tokens[: len(pieces)] and len(pieces) <= num_tokens
+    if text == tokenizer.decode(tokens, skip_special_tokens=keeps[1]):
+        assert len(pieces) == len(tokens)
 
 
 def test_stop_strings_cost_little_whatever_the_text_is() -> None:

@@ -175,13 +175,17 @@ def test_what_is_out_of_range_is_refused_by_name(client: httpx.Client, field: st
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/completions"])
-@pytest.mark.parametrize(("field", "value"), [("logit_bias", {"9999": 1}), ("allowed_token_ids", [1, 9999])])
+@pytest.mark.parametrize(
+    ("field", "value"), [("logit_bias", {"9999": 1}), ("allowed_token_ids", [1, 9999]), ("prompt", [1, 9999])]
+)
 def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(
     client: httpx.Client, field: str, value: Any, path: str
 ) -> None:
     """Everywhere; bad words of completions are texts, so they have none."""
     answer = client.post(path, json={"prompt": [1], "max_tokens": 4, field: value})
-    assert code_of(answer) == (400, "token_out_of_range") and answer.json()["error"]["message"].startswith(field)
+    error = answer.json()["error"]
+    assert code_of(answer) == (400, "token_out_of_range")
+    assert error["param"] == field and error["message"].startswith(f"{field} has token id 9999; ")
 
 
 def test_rules_are_sent_only_where_there_are_some() -> None:

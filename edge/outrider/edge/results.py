@@ -65,7 +65,7 @@ class GenerationRequest:
 
     prompt: token ids, at least one. stop_ids: end after one of these, too, not only after the server's own end
     tokens.
-    ignore_eos: do not end at the server's own end tokens, even if stop_ids lists them.
+    ignore_eos: do not end at the server's own end tokens, unless stop_ids lists them.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
     prompt and text for the next request. processors: of logits, before the pick. num_generated: so many of
@@ -153,7 +153,7 @@ class GenerationRequest:
 def ends_of(stop_ids: frozenset[int] | None, own: frozenset[int], ignore_eos: bool) -> frozenset[int]:
     """The ids after which a text ends: the target's `own` end tokens and the request's."""
     chosen = stop_ids or frozenset()
-    return chosen - own if ignore_eos else chosen | own
+    return chosen if ignore_eos else chosen | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,9 @@ class GenerationResult:
     held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the last
     session counts; None where none does. rule: by which the target accepted. joules: what this device's processor took
     while the text ran, other programs included; None where the system does not count it.
+
+    A stop string that completes with the last of max_tokens is not seen where the stream is cut right after it: then
+    finish_reason is "length", and cut None.
     """
 
     mode: Mode

@@ -75,11 +75,19 @@ class RequestError(OutriderError):
     """A request that the server refuses.
 
     `code` is stable and meant for programs, `status` is the HTTP status that goes with it. retry_after_s: when another
-    try may succeed; None: not known. origin: address of the server that said it; `message` is without.
+    try may succeed; None: not known. origin: address of the server that said it; `message` is without. param: the field
+    that it is about.
     """
 
     def __init__(
-        self, code: str, message: str, *, status: int = 400, retry_after_s: int | None = None, origin: str | None = None
+        self,
+        code: str,
+        message: str,
+        *,
+        status: int = 400,
+        retry_after_s: int | None = None,
+        origin: str | None = None,
+        param: str | None = None,
     ) -> None:
         super().__init__(f"{message} (from {origin})" if origin else message)
         self.message = message
@@ -87,6 +95,7 @@ class RequestError(OutriderError):
         self.code = code
         self.status = status
         self.retry_after_s = retry_after_s
+        self.param = param
 
 
 class CloudError(OutriderError):

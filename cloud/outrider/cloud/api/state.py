@@ -34,6 +34,7 @@ from outrider.models.http.security import GateSettings
 from outrider.models.process.by_owner import Shares
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
+from outrider.models.wire.fields import require_ids
 from outrider.models.wire.offered import OfferedDraft, OfferedFile
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
 
@@ -328,14 +329,7 @@ class Core:
         Raises RequestError 400 `token_out_of_range`.
         """
         chosen, own = frozenset(stop_ids or ()), self.model.eos_ids
-        vocab_size = self.engine.limits.vocab_size
-        beyond = [token for token in chosen if token >= vocab_size]
-        if beyond:
-            raise FieldError(
-                "token_out_of_range",
-                f"{name} holds {beyond[0]}; the vocabulary ends at {vocab_size - 1}",
-                param=name,
-            )
+        require_ids(chosen, name, self.engine.limits.vocab_size)
         if ignore_eos and grammar is None:
             return chosen
         return chosen | own

@@ -12,6 +12,7 @@ from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.rejection import Evidence, SparseDistribution
 from outrider.models.runtimes.base import ModelLimits
+from outrider.models.wire.fields import require_ids
 from outrider.models.wire.tree_draft import TreeDraft
 
 T = TypeVar("T")
@@ -91,17 +92,15 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             "context_length_exceeded",
             f"the prompt has {length} tokens; this server takes at most {limits.max_positions - 1}",
         )
-    _check_tokens(request.prompt, "prompt", limits)
-    _check_tokens(request.hints.draft, "draft", limits)
+    require_ids(request.prompt, "prefix" if request.once else "prompt", limits.vocab_size)
+    require_ids(request.hints.draft, "draft", limits.vocab_size)
     if not 0 <= request.num_generated <= length:
         raise RequestError(
             "invalid_parameter",
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
     rule, processors = request.pick.terms.rule, request.pick.processors
-    _check_tokens([token for token, _ in processors.logit_bias], "logit_bias", limits)
-    _check_tokens([token for word in processors.bad_words for token in word], "bad_words", limits)
-    _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
+    processors.require_ids(limits.vocab_size)
     _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
     if rule.needs_evidence and processors.narrows:
         raise RequestError(
@@ -151,7 +150,7 @@ def _check_evidence(rule: Rule, tokens: Sequence[int], evidence: Sequence[Eviden
         if isinstance(each, SparseDistribution):
             if (fault := each.fault(token)) is not None:
                 raise _wrong_evidence(rule, f"the distribution of the drafted token {token}: {fault}")
-            _check_tokens(each.ids, "a distribution", limits)
+            require_ids(each.ids, "draft_q", limits.vocab_size)
 
 
 def _wrong_evidence(rule: Rule, found: str) -> RequestError:
@@ -166,13 +165,13 @@ def check_draft(base: int, paths: Sequence[Sequence[int]], committed: int, limit
     """Raises RequestError `draft_ahead` or `token_out_of_range`. What contradicts the commits is for the merge."""
     check_base(base, committed)
     for path in paths:
-        _check_tokens(path, "paths", limits)
+        require_ids(path, "paths", limits.vocab_size)
 
 
 def check_tree(message: TreeDraft, committed: int, limits: ModelLimits) -> None:
     """Raises RequestError as `check_draft` does."""
     check_base(message.base, committed)
-    _check_tokens(message.tokens, "the tree", limits)
+    require_ids(message.tokens, "tokens", limits.vocab_size)
 
 
 def check_base(base: int, committed: int) -> None:
@@ -181,13 +180,4 @@ def check_base(base: int, committed: int) -> None:
         raise RequestError(
             "draft_ahead",
             f"base is {base}, but {committed} tokens are committed; send the number of committed tokens received",
-        )
-
-
-def _check_tokens(tokens: Sequence[int], name: str, limits: ModelLimits) -> None:
-    if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocab_size):
-        found = next(t for t in tokens if not 0 <= t < limits.vocab_size)
-        raise RequestError(
-            "token_out_of_range",
-            f"{name} has token id {found}; this model's ids are 0 to {limits.vocab_size - 1}",
         )

@@ -93,7 +93,7 @@ async def _measure(options: DemoOptions, lab: Lab, console: Console, ends_at: fl
             # Shown, not counted: it also warms everything up.
             with streaming(console, prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
                 await modes[STREAM].generate(requests[0], on_tokens)
-            trial = replace(requests[0], max_tokens=min(TRIAL, options.max_tokens), ignore_eos=True)
+            trial = replace(requests[0], max_tokens=min(TRIAL, options.max_tokens), stop_ids=None, ignore_eos=True)
             times = [TextTime.of(await modes[name].generate(trial), rtt_ms) for name in (CLOUD_ONLY, STOP_AND_WAIT)]
         plan = plan_texts(
             [*times, times[0]],  # drafting is hardly slower than cloud-only, however long the round trip

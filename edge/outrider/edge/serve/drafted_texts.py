@@ -162,6 +162,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
                 finally:
                     loan.text = [*request.prompt, *tokens]
             timer.ended()
+            if choice.has_stopped:  # the server's word is missing where the stream is cut before its end
+                result.finish_reason = "stop"
             metrics.ended(result)
             self.reader.put((index, result))
         except asyncio.CancelledError:  # a stop string, or the client has left

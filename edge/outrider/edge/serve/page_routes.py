@@ -83,7 +83,8 @@ def watching_routes(core: LocalCore) -> list[Route]:
         with text.closing_on_error():
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
             text.answer_id, text.arrived_s = f"page-{secrets.token_urlsafe(12)}", arrived_s
-            prompt, text.dropped, grounding = await _prompt_ids(core, owner, body, facts)
+            found, facts = await core.or_draft(facts, partial(_prompt_ids, core, owner, body))
+            prompt, text.dropped, grounding = found
             if grounding.passages:
                 text.passages = PassagesEvent.model_validate({"passages": grounding.as_json()})
             stop_ids = frozenset(facts.eos_token_ids)

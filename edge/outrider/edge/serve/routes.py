@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -31,7 +31,7 @@ from outrider.edge.serve.grounded_calls import (
     sources_of,
 )
 from outrider.edge.serve.metrics import ROUTE
-from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.state import Found, LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
@@ -47,6 +47,7 @@ from outrider.models.http.call_plan import (
     look_of,
     text_style,
 )
+from outrider.models.http.chat_reader import ChatStyle
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,
@@ -60,6 +61,7 @@ from outrider.models.http.errors import FieldError
 from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.http.sse import until_gone
+from outrider.models.wire.fields import require_ids
 from outrider.models.wire.protocol import ModelFacts
 
 PATHS_ARE: Final = (
@@ -69,7 +71,6 @@ PATHS_ARE: Final = (
 """What an answer 404 says."""
 
 
-Found = TypeVar("Found")
 Encoded = tuple[list[list[int]], list[Grounding] | None]
 """Prompts as token ids, and what each is grounded in; None where a call has no documents."""
 
@@ -120,16 +121,15 @@ def local_routes(core: LocalCore) -> list[Route]:
                 raise FieldError(
                     "invalid_parameter", f"{name}: with documents, expected none; leave it out", param=name
                 )
-        max_tokens = body.most_tokens(facts.max_positions)
 
-        async def encode() -> Encoded:
+        async def encode(facts: ModelFacts) -> Encoded:
             texts = [each for each in prompts if isinstance(each, str)]
             # Of a prompt that is cut, passages would be the first to go.
             if sources is None or body.suffix or body.truncate_prompt_tokens or not texts:
                 limit = facts.max_positions - 1
                 ids = await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body)
                 return ids, None if sources is None else [Grounding() for _ in ids]
-            is_special = body.add_special_tokens is not False
+            max_tokens, is_special = body.most_tokens(facts.max_positions), body.add_special_tokens is not False
             return await core.workers.run(owner, ground_prompts, sources, texts, facts, max_tokens, is_special)
 
         return await _answer(core, request, arrived_s, body, facts, len(prompts), encode)
@@ -141,11 +141,12 @@ def local_routes(core: LocalCore) -> list[Route]:
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
-        sources, max_tokens = sources_of(core, body.documents), body.most_tokens(facts.max_positions)
+        sources = sources_of(core, body.documents)
 
-        async def encode() -> Encoded:
+        async def encode(facts: ModelFacts) -> Encoded:
             asked, groundings = body, None
             if sources is not None:
+                max_tokens = body.most_tokens(facts.max_positions)
                 kept, found = await core.workers.run(owner, ground_messages, sources, body.messages, facts, max_tokens)
                 asked, groundings = body.model_copy(update={"messages": kept}), [found]
             tokens = await core.rendered(owner, asked, facts)
@@ -237,18 +238,18 @@ async def _answer(
     body: openai.GenerationRequest,
     facts: ModelFacts,
     num_prompts: int,
-    encode: Callable[[], Awaitable[Encoded]],
+    encode: Callable[[ModelFacts], Awaitable[Encoded]],
 ) -> Response:
     body.require_few(num_prompts)
     check_prediction(core.tokenizer, body)
     params = sampling_of(body.sampling)
-    style = chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
-    own_stops = frozenset(facts.eos_token_ids)
+    _style(body, facts)  # raises before anything is rendered
     owner = owner_of(request)
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts(core, owner, num_prompts * body.num_each)
     with texts.closing_on_error():
-        prompts, groundings = await _while_connected(request, encode())
+        (prompts, groundings), facts = await _while_connected(request, core.or_draft(facts, encode))
+        style, own_stops = _style(body, facts), frozenset(facts.eos_token_ids)
         if not all(prompts):
             raise RequestError("empty_prompt", "the prompt has no tokens; send at least one")
         grammar = None
@@ -261,6 +262,9 @@ async def _answer(
         cut = text_style(body, style, core.tokenizer, ends)
         draft_grammar = await core.grammars.compiled(grammar, owner)
         rules = await processors_of(core.workers, owner, core.tokenizer, body)
+        for ids, name in (*((prompt, "prompt") for prompt in prompts), (stop_ids or (), "stop_token_ids")):
+            require_ids(ids, name, facts.vocab_size)
+        rules.require_ids(facts.vocab_size)
         prediction = await core.workers.run(owner, encode_prediction, core.tokenizer, body) if body.prediction else ()
         requests = [
             GenerationRequest(
@@ -298,6 +302,10 @@ async def _answer(
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
     return await answer(texts, num_prompts, shape, body, request, core.held_answers, core.settings.keep_alive_s)
+
+
+def _style(body: openai.GenerationRequest, facts: ModelFacts) -> ChatStyle:
+    return chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
 
 
 async def _while_connected(request: Request, work: Awaitable[Found]) -> Found:

@@ -6,10 +6,10 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
@@ -22,6 +22,7 @@ from outrider.edge.serve.lent_drafts import DraftSequences, Loan
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream, conversation_to_render
+from outrider.models.client.errors import EndpointUnfit
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
@@ -39,6 +40,8 @@ from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts
 
 _log = logging.getLogger("outrider.serve")
+
+Found = TypeVar("Found")
 
 NO_VERIFIER: Final = "no_verifier"
 _OWN_KEY: Final = frozenset({401, 403})
@@ -200,6 +203,23 @@ class LocalCore:
             if error.code != NO_VERIFIER or self.draft_facts is None:
                 raise
             return self.draft_facts
+
+    async def or_draft(
+        self, facts: ModelFacts, work: Callable[[ModelFacts], Awaitable[Found]]
+    ) -> tuple[Found, ModelFacts]:
+        """What `work` returns with these facts, or with the draft's where it finds no cloud; and the facts that it had.
+
+        Raises as `work` does where the draft may not go on.
+        """
+        began = self.upstream.clock()
+        try:
+            return await work(facts), facts
+        except CloudError as error:
+            draft = self.draft_facts
+            if isinstance(error, EndpointUnfit) or draft is None or not draft.has_chat_template:
+                raise
+            self.upstream.lost(began)
+            return await work(draft), draft
 
     async def rendered(self, owner: bytes, conversation: Conversation, facts: ModelFacts) -> list[int]:
         """A conversation's token ids, by the target's chat template; without a cloud by the draft bundle's own."""

@@ -220,8 +220,9 @@ def conversation_to_render(conversation: Conversation, fingerprint: str) -> byte
         "tokenizer": fingerprint,
         "chat_template_kwargs": conversation.chat_template_kwargs,
     }
-    if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
-        document["tools"] = tools
+    more = {"tools": conversation.tools_for_template(), "truncate_prompt_tokens": conversation.truncate_prompt_tokens}
+    # Older servers ignore what they do not know.
+    document |= {name: value for name, value in more.items() if value is not None}
     # As UTF-8: escaped, most scripts take two or three times the bytes, and the server bounds them.
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 

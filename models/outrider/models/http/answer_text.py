@@ -65,7 +65,8 @@ class TextAssembler:
         self._stops = [_StopString(stop) for stop in style.stop_strings]
         self._style = style
         self._held = ""
-        self._pieces: deque[TokenPiece] | None = deque() if style.keeps_pieces else None
+        self._waiting: deque[TokenPiece] | None = deque() if style.keeps_pieces else None
+        self._settled: list[TokenPiece] = []
         self._sum_logprobs = 0.0
         self.num_tokens = 0
         self.num_chars = 0
@@ -100,9 +101,10 @@ class TextAssembler:
                 self._sum_logprobs += known.logprob
             if token in self._style.stop_ids and not self._style.includes_stop:
                 continue
-            if self._pieces is not None:
-                self._pieces.append(TokenPiece(token, self.num_chars + len(self._held), known))
+            if self._waiting is not None:
+                self._waiting.append(TokenPiece(token, self.num_chars + len(self._held), known))
             shown += self._release(self._detokenizer.push(token))
+            self._settle()
         return shown
 
     def finish(self) -> str:
@@ -114,14 +116,21 @@ class TextAssembler:
             self.num_chars += len(self._held)
             shown += self._held
             self._held = ""
+        self._settle()
         return shown
 
     def take_pieces(self) -> list[TokenPiece]:
-        """The tokens of the text that was shown since the last call."""
-        taken: list[TokenPiece] = []
-        while self._pieces and (self._pieces[0].offset < self.num_chars or not (self._held or self.is_stopped)):
-            taken.append(self._pieces.popleft())
+        """The tokens of the text that was shown since the last call, those without text among them."""
+        taken, self._settled = self._settled, []
         return taken
+
+    def _settle(self) -> None:
+        """Counts tokens to the text that is shown; call it after each, or they would depend on how they came."""
+        while self._waiting and (
+            self._waiting[0].offset < self.num_chars
+            or not (self._held or self.is_stopped or self._detokenizer.is_inside)
+        ):
+            self._settled.append(self._waiting.popleft())
 
     def _release(self, piece: str) -> str:
         text = self._held + piece

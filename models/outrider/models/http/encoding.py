@@ -42,8 +42,7 @@ def fill_in_prompt(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -
     else:
         raise FieldError(
             "unsupported_parameter",
-            f"suffix is not supported: {tokenizer.name} has no tokens to fill in text, such as <|fim_middle|>; leave "
-            "it out",
+            "suffix is not supported: this model has no tokens to fill in text, such as <|fim_middle|>; leave it out",
             param="suffix",
         )
     before = prefix if isinstance(prefix, list) else tokenizer.encode(prefix, add_special_tokens=False)
@@ -195,7 +194,7 @@ def _check_parts(tokenizer: Tokenizer, max_tokens: int, text: str, *, is_cut: bo
         )
 
 
-def truncated(prompt: list[int], max_tokens: int, body: GenerationRequest) -> list[int]:
+def truncated(prompt: list[int], max_tokens: int, body: GenerationRequest | Conversation) -> list[int]:
     """The last tokens of a prompt, where the request asks for them only."""
     if body.truncate_prompt_tokens is None:
         return prompt
@@ -214,14 +213,12 @@ def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> li
     except TokenizerError as error:
         raise FieldError("chat_template_refused", str(error), param="messages") from None
     check_length(tokenizer, max_tokens, text)
-    is_cut = isinstance(body, GenerationRequest) and body.truncate_prompt_tokens is not None
-    _check_parts(tokenizer, max_tokens, text, is_cut=is_cut)
-    if isinstance(body, GenerationRequest):
-        return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
-    if not (tokens := tokenizer.encode(text, add_special_tokens=False)):
+    _check_parts(tokenizer, max_tokens, text, is_cut=body.truncate_prompt_tokens is not None)
+    is_special = isinstance(body, GenerationRequest) and bool(body.add_special_tokens)
+    if not (tokens := tokenizer.encode(text, add_special_tokens=is_special)):
         words = "the chat template makes no text of these messages; send one with content"
         raise FieldError("empty_prompt", words, param="messages")
-    return tokens
+    return truncated(tokens, max_tokens, body)
 
 
 def check_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> None:

@@ -33,8 +33,7 @@ class FieldError(RequestError):
     """A RequestError about one field, named by `param`."""
 
     def __init__(self, code: str, message: str, *, param: str, status: int = 400) -> None:
-        super().__init__(code, message, status=status)
-        self.param = param
+        super().__init__(code, message, status=status, param=param)
 
 
 class Throttled(RequestError):
@@ -47,12 +46,11 @@ class Throttled(RequestError):
 def error_body(error: RequestError) -> ErrorBody:
     """The wire form of an error."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    param = error.param if isinstance(error, FieldError) else None
     message = str(error)
     if error.status == 500 and error.code != "internal_error":
         # A runtime's message may hold paths and addresses: the engine has logged it.
         message = "the model failed on this request; the server's log has the details"
-    return ErrorBody(code=error.code, message=message, type=kind, param=param)
+    return ErrorBody(code=error.code, message=message, type=kind, param=error.param)
 
 
 def internal_error() -> RequestError:

@@ -56,6 +56,12 @@ DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for /v1/completions; chat continues to the end of the context."""
 
 
+Truncation = Annotated[
+    Integer | None,
+    Field(ge=-1, le=MAX_COUNT, description="use the prompt's last tokens only; -1: as many as fit"),
+]
+
+
 def _document_unsupported(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
     for name, neutral in model.neutral_values().items():
         schema["properties"][name] = {"enum": [*neutral, None], "description": "not supported: these change nothing"}
@@ -86,9 +92,7 @@ class GenerationRequest(ProcessorParameters):
     prediction: Prediction | None = Field(default=None, description="a text that the answer may repeat")
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
-    truncate_prompt_tokens: Integer | None = Field(
-        default=None, ge=-1, le=MAX_COUNT, description="use the prompt's last tokens only; -1: as many as fit"
-    )
+    truncate_prompt_tokens: Truncation = None
     add_special_tokens: StrictBool | None = None
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
@@ -299,6 +303,7 @@ class Conversation(BaseModel):
     messages: Messages
     chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
     tools: Tools | None = Field(default=None, description="functions that the model may call")
+    truncate_prompt_tokens: Truncation = None
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the template shows to the model."""

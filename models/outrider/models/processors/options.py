@@ -18,6 +18,7 @@ from outrider.models.wire.fields import (
     MAX_REPETITION,
     MIN_REPETITION,
     ProcessorFields,
+    require_ids,
 )
 
 _RANGES: Final = {
@@ -110,6 +111,12 @@ class ProcessorOptions:
     def num_ids(self) -> int:
         """Token ids that they hold."""
         return len(self.logit_bias) + sum(map(len, self.bad_words)) + len(self.allowed_ids or ())
+
+    def require_ids(self, vocab_size: int) -> None:
+        """Raises RequestError 400 `token_out_of_range`, about the field on the wire, for ids beyond the vocabulary."""
+        require_ids([token for token, _ in self.logit_bias], "logit_bias", vocab_size)
+        require_ids([token for word in self.bad_words for token in word], "bad_words", vocab_size)
+        require_ids(self.allowed_ids or (), "allowed_token_ids", vocab_size)
 
 
 def _in_range(name: str, found: float, least: float, most: float) -> None:

@@ -55,6 +55,11 @@ class StreamingDetokenizer:
             raise TokenizerError(f"token id {min(new)} is negative; ids start at 0")
         return self._decoder.push([int(i) for i in new if i not in self._hidden and i <= _MAX_ID])
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the ids so far end inside a character."""
+        return self._decoder.is_inside
+
     def flush(self) -> str:
         """The text of an unfinished character, as U+FFFD; call once, at the end."""
         return self._decoder.flush()
@@ -70,6 +75,10 @@ class _ByteDecoder:
 
     def push(self, ids: Sequence[int]) -> str:
         return self._shown(self._utf8.decode(b"".join(map(self._spell, ids))))
+
+    @property
+    def is_inside(self) -> bool:
+        return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
         return self._shown(self._utf8.decode(b"", True))
@@ -96,8 +105,13 @@ class _WindowDecoder:
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self._push_one(index) for index in ids)
 
+    @property
+    def is_inside(self) -> bool:
+        return len(self._ids) > self._num_shown
+
     def flush(self) -> str:
-        return self._grown()
+        text, self._num_shown = self._grown(), len(self._ids)
+        return text
 
     def _push_one(self, index: int) -> str:
         self._ids.append(index)

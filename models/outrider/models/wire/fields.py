@@ -8,6 +8,7 @@ first wrong element, so that an answer never costs more than its request. Fields
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
 
@@ -54,6 +56,17 @@ NO_NEAR_GREEDY: Final[dict[str, JsonValue]] = {
     "not": {"type": "number", "exclusiveMinimum": 0.0, "exclusiveMaximum": 0.0001}
 }
 """Of a temperature's schema: `SamplingParams` refuses what lies between greedy and the smallest temperature."""
+
+
+def require_ids(ids: Collection[int], field: str, vocab_size: int) -> None:
+    """Raises RequestError 400 `token_out_of_range`, about this field, where the vocabulary lacks an id."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        found = next(each for each in ids if not 0 <= each < vocab_size)
+        raise RequestError(
+            "token_out_of_range",
+            f"{field} has token id {found}; this model's ids are 0 to {vocab_size - 1}",
+            param=field,
+        )
 
 
 class StrictMessage(BaseModel):
