@@ -43,8 +43,18 @@ if TYPE_CHECKING:
 
 disable_openvino_telemetry()  # each conversion would fork this process, for an analytics service
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test contacts a hub
-# The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run on its interpreter: where vLLM has a GPU they are compiled for it."""
+    if find_spec("vllm") is None:  # tests/test_on_gpu.py asks for TRITON_INTERPRET=0
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(is_interpreted())))  # the same for Triton
 
 # A slow machine is no fault. With Hypothesis' own deadline an example that takes 200 ms would be one.
 settings.register_profile("outrider", deadline=None)
