@@ -92,15 +92,16 @@ class Ruled:
         )
 
     def with_stop(
-        self, prompt: Sequence[int], params: SamplingParams, rules: ProcessorOptions, at: int
+        self, prompt: Sequence[int], params: SamplingParams, rules: ProcessorOptions, first: int
     ) -> tuple[list[int], frozenset[int]]:
-        """The text that may end with a token which stands at this place without a minimum, and that stop id; none where
-        the rules have no minimum.
+        """The text, and its stop ids: where the rules have a minimum, a token that would end it from this place on, but
+        for the minimum.
         """
         free = self(prompt, params, ProcessorPlan(replace(rules, min_tokens=0)))
-        stops = frozenset(free[at : at + 1] if rules.min_tokens else ())
+        new = [token for at, token in enumerate(free[: rules.min_tokens]) if at >= first and token not in free[:at]]
+        stops = frozenset(new[:1])
         truth = self(prompt, params, ProcessorPlan(rules, stops))
-        assert len(truth) > rules.min_tokens
+        assert len(truth) > rules.min_tokens and bool(stops) == bool(rules.min_tokens)
         return truth, stops
 
 
@@ -131,8 +132,8 @@ def test_a_text_goes_on_with_what_belongs_to_it(
 ) -> None:
     """A resumed session's rules see what was committed before as text; a minimum counts it."""
     prompt, params, _ = texts[0]
-    rules = replace(RULES[1], min_tokens=14)
-    truth, stops = ruled.with_stop(prompt, params, rules, 12)
+    rules = replace(RULES[1], min_tokens=20)
+    truth, stops = ruled.with_stop(prompt, params, rules, 10)
     resumed = (*prompt, *truth[:10])
     request = flat_request(resumed, params, NUM_TOKENS - 10, stops, processors=rules, num_generated=10)
     (text,) = run_all(engine, [(request, truth, nothing)])
