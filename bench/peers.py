@@ -7,6 +7,8 @@
 
     python -m bench.peers [--widen 1200] [--runs 5] [--threads 1] [--json PATH]
     python -m bench.peers --vllm-python PYTHON --only serving
+    python -m bench.peers --vllm-python PYTHON --only serving --target ./Qwen3-8B --compiled --kv-cache-mb 16384 \
+        --sequences 32 [--ask json]    # on a GPU; while decoding, a step gives each sequence a token
 
 What differs: our engine runs each token of a prompt as a sequence of its own, for bits that do not depend on the batch,
 and picks in Python; vLLM behind our API has speculation switched on without drafts, and no asynchronous scheduling.
@@ -19,6 +21,7 @@ differently.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -36,7 +39,7 @@ from typing import Any, Final
 
 from bench.bare_http import Completion, complete
 from bench.pairs import safetensors_target
-from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch, Done, Run, embedded, openvino_genai
+from bench.peer_engines import HUGE_PAGES, Batch, Done, Run, embedded, openvino_genai
 from bench.processes import Remote, end_group, free_port, is_healthy, remote, source_path, start_group, turn_of
 from bench.report import TO_JSON, median_ratio, option, parser, verdict
 from rich.console import Console
@@ -49,9 +52,14 @@ from outrider.reference import load_prompts, target_dir
 
 LEAST: Final = 0.95
 CONTEXT: Final = 96
+ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "plain": {},
+    "json": {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 4096}}},
+    "logprobs": {"logprobs": 20},
+}
+"""Of each completion by a server. No JSON text ends before its last token."""
 OURS, PEER = "ours", "peer"
 MODEL: Final = "target"
-MAX_RUNNING: Final = 16
 
 
 def done_of(texts: Sequence[Completion]) -> Done:
@@ -63,8 +71,11 @@ def done_of(texts: Sequence[Completion]) -> Done:
 
 
 @contextmanager
-def _serving(arguments: Sequence[str], log: Path, more: Mapping[str, str], health: str) -> Iterator[Run]:
+def _serving(
+    arguments: Sequence[str], log: Path, more: Mapping[str, str], health: str, asked: Mapping[str, Any]
+) -> Iterator[Run]:
     """A server in a process group of its own, stopped while it has no turn. health: answers 200 once it is ready.
+    asked: of each completion.
 
     Raises RuntimeUnavailable with its last lines where it ends before that.
     """
@@ -77,7 +88,7 @@ def _serving(arguments: Sequence[str], log: Path, more: Mapping[str, str], healt
     async def stream_all(batch: Batch) -> Done:
         began_s = time.perf_counter()
         url = f"http://127.0.0.1:{port}"
-        streams = (complete(url, _body(prompt, batch.max_tokens), began_s) for prompt in batch.prompts)
+        streams = (complete(url, {**_body(prompt, batch.max_tokens), **asked}, began_s) for prompt in batch.prompts)
         return done_of(await asyncio.gather(*streams))
 
     def run(batch: Batch) -> Done:
@@ -96,31 +107,39 @@ def _serving(arguments: Sequence[str], log: Path, more: Mapping[str, str], healt
 
 
 @contextmanager
-def open_servers(
-    python: str, target: Path, place: Path, threads: int, kv_cache_mb: int, is_eager: bool
-) -> Iterator[tuple[Run, Run]]:
-    """vLLM behind our API, and vLLM's own server, on all cores, with `threads` for the model.
+def open_servers(options: argparse.Namespace, place: Path) -> Iterator[tuple[Run, Run]]:
+    """vLLM behind our API, and vLLM's own server, on all cores.
 
     The server's own options stay at their defaults: ours runs steps in turn, vLLM's may schedule ahead.
     """
+    python, asked, places = options.vllm_python, ASKED[options.ask], str(options.sequences)
+    target = str(options.target or safetensors_target(options.widen or None))
+    dtype = "auto" if options.target else "float32"
     more = {
         "PYTHONPATH": source_path(),
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(options.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as ours sets it: or vLLM's own server ties them to a core
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    ours = [python, "-m", "outrider.cloud.server", "serve", str(target), "--engine", "vllm", "--name", MODEL]
-    ours += ["--threads", str(threads), "--max-running", str(MAX_RUNNING)]
-    ours += ["--kv-cache-mb", str(kv_cache_mb), "--no-share-prefixes", "--no-lookup", "--drain-s", "0"]
-    ours += ["--vllm-option", "dtype=float32", *(["--vllm-option", "enforce_eager=true"] if is_eager else [])]
-    peer = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", MODEL]
-    peer += ["--host", "127.0.0.1", "--dtype", "float32", "--max-num-seqs", str(MAX_RUNNING)]
-    peer += ["--max-num-batched-tokens", str(STEP_TOKENS), "--kv-cache-memory-bytes", str(kv_cache_mb << 20)]
-    peer += ["--no-enable-prefix-caching", *(["--enforce-eager"] if is_eager else [])]
+    budget = [python, "-c", "from outrider.cloud.server.vllm_target import step_tokens; print(step_tokens())"]
+    ours = [
+        *(python, "-m", "outrider.cloud.server", "serve", target, "--engine", "vllm", "--name", MODEL),
+        *("--threads", str(options.threads), "--max-running", places, "--kv-cache-mb", str(options.kv_cache_mb)),
+        *("--no-share-prefixes", "--no-lookup", "--drain-s", "0", "--vllm-option", f"dtype={dtype}"),
+        *("--vllm-option", f"enforce_eager={not options.compiled}"),
+    ]
+    peer = [
+        *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--dtype", dtype, "--max-num-seqs", places, "--max-num-batched-tokens"),
+        *(subprocess.check_output(budget, env={**os.environ, **more}, text=True).strip(), "--kv-cache-memory-bytes"),
+        *(str(options.kv_cache_mb << 20), "--no-enable-prefix-caching"),
+        *("--gpu-memory-utilization", "0.3"),  # with a cache of that size: what has to be free beside ours
+        *(() if options.compiled else ("--enforce-eager",)),
+    ]
     with (
-        _serving(ours, place / "ours.log", more, "/health/ready") as first,
-        _serving(peer, place / "peer.log", more, "/health") as second,
+        _serving(ours, place / "ours.log", more, "/health/ready", asked) as first,
+        _serving(peer, place / "peer.log", more, "/health", asked) as second,
     ):
         yield first, second
 
@@ -244,6 +263,9 @@ def main(given: Sequence[str] | None = None) -> int:
             "--runs": option(5),
             "--threads": option(1, "of the model, one core each"),
             "--kv-blocks": option(512, "of 32 tokens"),
+            "--target": option(type=Path, help="another model for vLLM, a directory of safetensors, in its own type"),
+            "--kv-cache-mb": option(256, "of vLLM; at least one text of the model's full length"),
+            "--ask": option("plain", "of vLLM's texts", choices=tuple(ASKED)),
             "--only": option(choices=("engine", "serving")),
             "--vllm-python": option(help="the interpreter of an environment with vLLM and Outrider"),
             "--compiled": option(False, "vLLM without enforce_eager, both"),
@@ -262,22 +284,14 @@ def main(given: Sequence[str] | None = None) -> int:
         with open_engines(target, options.threads, options.kv_blocks) as (ours, peer):
             comparisons.append(compare("our engine / openvino_genai", ours, peer, batch, options.runs))
     if options.only != "engine" and options.vllm_python:
-        target, kv_cache_mb = safetensors_target(options.widen or None), 256
-        with (
-            tempfile.TemporaryDirectory() as place,
-            open_servers(
-                options.vllm_python, target, Path(place), options.threads, kv_cache_mb, not options.compiled
-            ) as (ours_server, peer_server),
-        ):
-            comparisons.append(
-                compare("vLLM behind our API / vLLM's own", ours_server, peer_server, batch, options.runs)
-            )
+        with tempfile.TemporaryDirectory() as place, open_servers(options, Path(place)) as (ours_server, peer_server):
+            name = f"vLLM behind our API / vLLM's own, {options.ask}"
+            comparisons.append(compare(name, ours_server, peer_server, batch, options.runs))
     console.print(as_table(comparisons))
     misses = [miss for each in comparisons for miss in each.misses]
     document = {
         "widen_mb": options.widen,
         "threads": options.threads,
-        "step_tokens": STEP_TOKENS,
         "comparisons": [asdict(each) | {"ratio": each.ratio} for each in comparisons],
     }
     return verdict(console, misses, options.json, document)

@@ -1,4 +1,4 @@
-"""Times the way from logits to picks on this processor, without a model: what requests ask for, over plain sampling.
+"""Times the way from logits to picks, on CUDA where it is there, without a model: what requests ask for, over plain.
 
 A step of 32 requests with two rows each of 152,000 ids, and one of 160 rows with top-p. The rows are as a language
 model's: the log-probability falls with the rank's logarithm, in a third of them slowly (a flat row), in a third fast.
@@ -55,7 +55,7 @@ NUM_REQUESTS: Final = 32
 ROWS_EACH: Final = 2
 MANY_ROWS: Final = 160
 TEXT: Final = 1024
-CPU: Final = torch.device("cpu")
+DEVICE: Final = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_OVER_PLAIN: Final = 1.5
 EXPONENTS: Final = (1.2, 1.6, 2.5)
 """Of the rows, in turns: how steep they fall."""
@@ -124,7 +124,7 @@ def kinds(choosers: RequestChoosers) -> list[Kind]:
     def prepared(asked: Sequence[Asked]) -> Callable[[], WorkerChoices]:
         def prepare() -> WorkerChoices:
             choosers.steps.clear()
-            return choosers.prepare(asked, NUM_IDS, CPU)
+            return choosers.prepare(asked, NUM_IDS, DEVICE)
 
         return prepare
 
@@ -135,7 +135,7 @@ def kinds(choosers: RequestChoosers) -> list[Kind]:
         Kind("plain", few, prepared(asked_for(Terms(0, PLAIN, 1)))),
         Kind("greedy", few, prepared(asked_for(Terms(0, SamplingParams(), 1)))),
         Kind("top-p", few, prepared(asked_for(Terms(0, TOP_P, 1)))),
-        Kind("json", few, lambda: WorkerChoices(masked, paths, NUM_IDS, CPU)),
+        Kind("json", few, lambda: WorkerChoices(masked, paths, NUM_IDS, DEVICE)),
         Kind("every processor", few, prepared(asked_for(every_processor()))),
         Kind("logprobs", few, prepared(asked_for(Terms(0, PLAIN, 1, num_logprobs=MAX_TOP_LOGPROBS)))),
         *(Kind(name, MANY_ROWS, prepared(asked_for(Terms(0, own, 1), MANY_ROWS, 1))) for name, own in MANY.items()),
@@ -162,6 +162,7 @@ def measure(every: Sequence[Kind], logits: torch.Tensor, num_runs: int) -> dict[
     for run in range(num_runs + 1):
         for kind in every:
             rows = scratch[: kind.num_rows].copy_(logits[: kind.num_rows])
+            rows[0, 0].item()  # a GPU has copied them by now
             began_s = time.perf_counter()
             step = kind.prepare()
             prepared_s = time.perf_counter()
@@ -189,9 +190,9 @@ def main() -> int:
     for place, exponent in enumerate(EXPONENTS):
         rows[place::num] = zipf(rng, len(rows[place::num]), NUM_IDS, exponent)
     with closing(WorkerGrammars(str(target_dir()), NUM_IDS)) as grammars:
-        found = measure(kinds(RequestChoosers(grammars)), torch.from_numpy(rows), given.runs)
+        found = measure(kinds(RequestChoosers(grammars)), torch.from_numpy(rows).to(DEVICE), given.runs)
     table = figures_table(
-        f"From logits to picks, ms: {NUM_IDS} ids, {given.threads} threads",
+        f"From logits to picks, ms: {NUM_IDS} ids, {DEVICE}, {given.threads} threads",
         *("kind", "before logits", "after", "over plain"),
         left=("kind",),
     )
@@ -205,8 +206,13 @@ def main() -> int:
         for name in BOUNDED
         if over[name] > MAX_OVER_PLAIN
     ]
-    times_s = {name: asdict(times) for name, times in found.items()}
-    return verdict(console, missed, given.json, {"threads": given.threads, "runs": given.runs, "times_s": times_s})
+    document = {
+        "device": str(DEVICE),
+        "threads": given.threads,
+        "runs": given.runs,
+        "times_s": {name: asdict(times) for name, times in found.items()},
+    }
+    return verdict(console, missed, given.json, document)
 
 
 if __name__ == "__main__":

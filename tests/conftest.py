@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module, util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 disable_openvino_telemetry()  # each conversion would fork this process, for an analytics service
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test contacts a hub
-# The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-# Threads of torch's and BLAS's small operations wait busily for each other beside the run's other process.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same for Triton, whose kernels are interpreted but where vLLM has a GPU; tests/test_on_gpu.py wants 0.
+is_compiled = util.find_spec("vllm") is not None and import_module("torch").cuda.is_available()
+os.environ.setdefault("TRITON_INTERPRET", str(int(not is_compiled)))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # beside another process, threads of small operations wait busily
 settings.register_profile("outrider", deadline=None)  # with Hypothesis' own a slow machine would be a fault
 settings.load_profile("outrider")
 
@@ -104,7 +104,7 @@ def servers_end_at_once() -> Iterator[None]:
     """
     import uvicorn.server
 
-    least_s = 0.1 if find_spec("vllm") else 0.01
+    least_s = 0.1 if util.find_spec("vllm") else 0.01
 
     async def soon(delay: float) -> None:
         await asyncio.sleep(min(delay, least_s))

@@ -12,14 +12,17 @@ from importlib.util import find_spec
 import pytest
 
 collect_ignore_glob: list[str] = [] if find_spec("vllm") else ["test_*.py"]
-if "OUTRIDER_INTERPRET" not in os.environ:
-    collect_ignore_glob += ["test_v2.py"]
 
 if find_spec("vllm"):
     # Its plug-in imports it at the end otherwise, deep in calls, where Python 3.11 may fail to compile it.
     import hypothesis  # noqa: F401
     from tests.serving import FakeServer
-    from tests.vllm.serving import SharedEngine
+    from tests.vllm.serving import IS_CUDA, SharedEngine
+
+    if IS_CUDA:
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else vLLM's attention rounds float32 to TF32
+    elif "OUTRIDER_INTERPRET" not in os.environ:
+        collect_ignore_glob += ["test_v2.py"]
 
 
 WARNINGS = (

@@ -138,7 +138,8 @@ def start_engine(
     **config: Any,
 ) -> VllmEngine:
     """A vLLM for the directory `root`, in float32. given: options as on the command line; config: of VllmConfig."""
-    options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *given])
+    share = ["gpu_memory_utilization=0.3"] if IS_CUDA else []  # must be free: several engines run at once
+    options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *share, *given])
     set_environment(0, is_v2=is_v2)
     arguments = engine_arguments(
         options,
@@ -152,7 +153,7 @@ def start_engine(
     )
     classes = {"scheduler_cls": scheduler, "worker_extension_cls": extension}
     arguments |= {name: value for name, value in classes.items() if value}
-    arguments = with_adapters(arguments, adapters, 16, is_cpu=True)
+    arguments = with_adapters(arguments, adapters, 16, is_cpu=not IS_CUDA)
     config["adapters"] = {each.name: str(each.path) for each in adapters}
     return VllmEngine(VllmConfig(arguments=arguments, max_running=16, max_draft=options.max_draft, **config))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from tests.requests import flat_request
@@ -90,6 +91,19 @@ class Ruled:
             prompt, NUM_TOKENS, lambda row, at: chooser.choose([row], [], [], at, stop_ids=stops).tokens, stops
         )
 
+    def with_stop(
+        self, prompt: Sequence[int], params: SamplingParams, rules: ProcessorOptions, first: int
+    ) -> tuple[list[int], frozenset[int]]:
+        """The text, and its stop ids: where the rules have a minimum, a token that would end it from this place on, but
+        for the minimum.
+        """
+        free = self(prompt, params, ProcessorPlan(replace(rules, min_tokens=0)))
+        new = [token for at, token in enumerate(free[: rules.min_tokens]) if at >= first and token not in free[:at]]
+        stops = frozenset(new[:1])
+        truth = self(prompt, params, ProcessorPlan(rules, stops))
+        assert len(truth) > rules.min_tokens and bool(stops) == bool(rules.min_tokens)
+        return truth, stops
+
 
 @pytest.fixture(scope="module")
 def ruled() -> Ruled:
@@ -103,8 +117,8 @@ def test_rules_give_the_same_text_with_and_without_drafts(
     asked = []
     for index, rules in enumerate(RULES):
         prompt, params, _ = texts[index]
-        truth = ruled(prompt, params, ProcessorPlan(rules))
-        request = flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, processors=rules)
+        truth, stops = ruled.with_stop(prompt, params, rules, 2)
+        request = flat_request(prompt, params, NUM_TOKENS, stops, patience_ms=0.0, processors=rules)
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     prompt, params, truth = texts[5]
     asked.append((flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, right))
@@ -116,10 +130,12 @@ def test_rules_give_the_same_text_with_and_without_drafts(
 def test_a_text_goes_on_with_what_belongs_to_it(
     engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], ruled: Ruled
 ) -> None:
-    """A resumed session's rules see what was committed before as text."""
+    """A resumed session's rules see what was committed before as text; a minimum counts it."""
     prompt, params, _ = texts[0]
-    truth = ruled(prompt, params, ProcessorPlan(RULES[1]))
-    request = flat_request((*prompt, *truth[:10]), params, NUM_TOKENS - 10, processors=RULES[1], num_generated=10)
+    rules = replace(RULES[1], min_tokens=20)
+    truth, stops = ruled.with_stop(prompt, params, rules, 10)
+    resumed = (*prompt, *truth[:10])
+    request = flat_request(resumed, params, NUM_TOKENS - 10, stops, processors=rules, num_generated=10)
     (text,) = run_all(engine, [(request, truth, nothing)])
     assert text.tokens == truth[10:]
 

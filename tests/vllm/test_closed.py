@@ -11,6 +11,8 @@ import stat
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import psutil
@@ -22,7 +24,7 @@ from tests.vllm.serving import IS_CUDA, SharedEngine, make_model, start_engine
 from tests.vllm.test_engine import PROMPT, run
 
 from outrider.cloud.seam import GenerateRequest, Sink
-from outrider.cloud.vllm import checks, known_text
+from outrider.cloud.vllm import checks, extension, known_text
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.options import ENVIRONMENT, set_environment
 from outrider.models.errors import RuntimeUnavailable
@@ -132,6 +134,31 @@ def test_the_pinned_version_has_what_is_used(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(checks._TAKEN["vllm.v1.engine.core"], "EngineCore.post_step", "self is_done")
     with pytest.raises(RuntimeUnavailable, match=r"lacks core\.EngineCore\.post_step\(self, is_done\) \(here it takes"):
         checks.require_vllm()
+
+
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_what_a_v2_runner_lacks_is_named(has_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-gram proposer's drafts where the target has no heads; a method that takes something else."""
+    runner: Any = type("Runner", (), {"__module__": extension.V2_RUNNER_MODULE})()
+    for name in extension.V2_RUNNER_ATTRIBUTES:
+        *parents, last = name.split(".")
+        place = runner
+        for parent in parents:
+            vars(place).setdefault(parent, SimpleNamespace())
+            place = getattr(place, parent)
+        setattr(place, last, None)
+    runner.update_requests, runner.sample_tokens = lambda scheduler_output: None, lambda grammar_output: None
+    runner.speculator.propose = lambda input_batch, *more: None
+    runner.draft_tokens_handler.set_draft_tokens = lambda input_batch: None
+    runner.speculative_config.use_eagle = lambda: has_heads
+    worker = extension.OutriderExtension()
+    worker.model_runner = runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if not has_heads:
+        assert worker.outrider_install()["missing"] == ["speculator.drafts"]
+        runner.speculator.drafts = None
+    (found,) = worker.outrider_install()["missing"]
+    assert found.startswith("draft_tokens_handler.set_draft_tokens(input_batch, draft_tokens) (here it takes")
 
 
 def test_a_worker_that_picks_wrongly_ends_the_start(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.lora_adapters import merge_adapter, shapes_of, write_adapter
 from tests.requests import flat_request
 from tests.serving import code_of, run_session, serve_app
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import Reference, app_over, running_engine
+from tests.vllm.serving import IS_CUDA, Reference, app_over, running_engine
 from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Guess, mixed, nothing, right, run_all, wrong
 from tests.waiting import TIMEOUT_S
 
@@ -66,7 +66,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     whole = write_adapter(root / "all", layers, kinds, rank=8, alpha=4, seed=2, use_rslora=True, **patterns)
     (root / "few" / "adapter_model.bin").write_bytes(b"no pickle is read")
     given = [f"few={few}", f"all={whole}"]
-    adapters = read_adapters(given, TARGET, ["target"], is_v2=False)
+    adapters = read_adapters(given, TARGET, ["target"], is_v2=IS_CUDA)
     references: dict[str | None, Reference] = {None: Reference(TARGET)}
     for each in adapters:
         references[each.name] = Reference(TARGET)
@@ -216,7 +216,7 @@ def test_an_earlier_text_is_of_use_to_its_adapter_only(tuned: Tuned) -> None:
 def test_what_vllm_cannot_load_is_said(tuned: Tuned, tmp_path: Path) -> None:
     """With vLLM's words for what the adapter has; a start ends with them."""
     path = write_adapter(tmp_path / "a", shapes_of(TARGET), ("q_proj",), rank=2, alpha=2, seed=3, use_dora=True)
-    adapters = (*tuned.adapters, *read_adapters([f"a={path}"], TARGET, [], is_v2=False))
+    adapters = (*tuned.adapters, *read_adapters([f"a={path}"], TARGET, [], is_v2=IS_CUDA))
     processes = tuned.engine._processes
     loading = processes._load_adapters({each.name: str(each.path) for each in adapters})
     with pytest.raises(ConfigError, match=r"cannot load the adapter a in .*DoRA"):

