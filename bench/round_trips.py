@@ -237,7 +237,7 @@ def stream_agent(
 
 async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, left_out: Collection[str]) -> Place:
     """The modes at one round trip."""
-    endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
+    endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms, is_far=True))
     modes = three_modes(endpoints, subject.drafter)
     del modes[STREAM]
     wrong = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)

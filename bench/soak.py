@@ -28,6 +28,7 @@ import asyncio
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -116,8 +117,10 @@ def run(
         own = [name for name in names if FAULTS[name].is_replicated == is_replicated]
         try:
             disturb(place, traffic, own, random.Random(plan.seed + is_replicated), on_round)
-        except SystemExit as error:
-            ledger.missed += filter(None, [str(error)])  # empty: a thread of texts has told it
+        except BaseException as error:  # that of a place does not wait for the other's hour
+            told = str(error) if isinstance(error, SystemExit) else traceback.format_exc()
+            with ledger.turn:
+                ledger.missed += filter(None, [told])  # empty: a thread of texts has told it
 
     prompts = [list(lab.encode(prompt.text)) for prompt in load_prompts(64)]
     with ExitStack() as stack:

@@ -196,7 +196,8 @@ class Traffic:
                 thread.start()
             try:
                 yield
-                self._settle()
+                if not self._ledger.missed:
+                    self._settle()
             finally:
                 with self._turn:
                     self._is_over = True
@@ -225,7 +226,8 @@ class Traffic:
                 each.meet(name, fault)
         try:
             yield
-            self._ledger.injected[name] += 1
+            with self._turn:
+                self._ledger.injected[name] += 1
             self._healed = name, self._accepted()
         finally:
             with self._turn:
@@ -236,7 +238,9 @@ class Traffic:
     def _settle(self) -> None:
         if self._healed is not None:
             name, before = self._healed
-            self._ledger.accepted[name] += max(0, self._accepted() - before)  # less where the agent is a new process
+            num_accepted = max(0, self._accepted() - before)  # less where the agent is a new process
+            with self._turn:
+                self._ledger.accepted[name] += num_accepted
             self._healed = None
 
     def _accepted(self) -> int:

@@ -56,6 +56,7 @@ def failing(code: str, kind: str = "server_error", num_tokens: int = 0) -> Answe
     ("code", "kind", "status", "is_its_own"),
     [
         ("grammar_too_complex", "invalid_request_error", 400, False),
+        ("unsupported_parameter", "invalid_request_error", 400, False),
         ("unauthorized", "authentication_error", 401, True),
         ("upstream_refused", "server_error", 502, True),
     ],

@@ -50,7 +50,7 @@ class DraftLag:
             self._lags = []
             if self._first and self.answer_rate < ENOUGH_ANSWERS:
                 # Waiting has stopped. Would this draft have been in time? Otherwise one hiccup would end all waiting.
-                self.waited(now - sent <= longest_wait(self.slow_s))
+                self.waited(now - sent <= longest_wait(median(self._first)))
             self._first.append(now - sent)
             self._size.append(length)
             self._longest.append(length)
@@ -76,7 +76,7 @@ class DraftLag:
 
     @property
     def slow_s(self) -> float:
-        """Seconds of the slowest of the recent first answers but one: a hiccup is not waited for."""
+        """Seconds of the second longest of the recent first answers, as one may be a hiccup; of a lone one, its own."""
         return sorted(self._first)[-2:][0]
 
     @property

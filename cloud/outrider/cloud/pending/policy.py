@@ -62,6 +62,8 @@ NO_WAIT = Wait(0, 0.0)
 _MOST_STEPS = 32
 _MOST_S = 1.0
 _TURN_STEPS = 4
+_PATIENCE = 1.5
+_MARGIN_S = 0.003
 
 ENOUGH_ANSWERS = 0.5
 """Share of waits that a draft must have ended for another wait to be tried."""
@@ -75,7 +77,7 @@ def bounded(lags: Sequence[float | None], step_s: float) -> list[float | None]:
 
 def longest_wait(lag_s: float) -> float:
     """Half as long again as expected, plus a margin for timers; after that the draft is late."""
-    return 1.5 * lag_s + 0.003
+    return _PATIENCE * lag_s + _MARGIN_S
 
 
 def turn_wait(step_s: float) -> Wait:
@@ -167,13 +169,14 @@ def plan_wait(
     saves_passes: bool,
     crowding: float = 1.0,
     beta: float = 0.0,
+    margin: float = _MARGIN_S,
 ) -> Wait:
     """Whether to wait for drafts while the device is out of sync, and for how many.
 
     lags: seconds until 1, 2, ... drafted tokens are expected (None: unknown). answer_rate: share of waits that a draft
     ended. saves_passes: passes are what counts, so wait whenever a draft is likely worth its verification. crowding:
     sequences for each place, at least 1: a waiting one leaves its place to another. beta: share of the likeliest path's
-    misses where a pending alternative is picked; 0 for paths.
+    misses where a pending alternative is picked; 0 for paths. margin: what a wait in vain takes beyond 1.5 lags.
     """
     alpha, beta = min(max(alpha, 0.01), 0.99), min(max(beta, 0.0), 0.95)
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
@@ -187,7 +190,8 @@ def plan_wait(
     later_k = min(range(len(lags) + 1), key=lambda k: _in_sync_s(alpha, k, step_s, extra_s, beta))
 
     def waits(k: int, lag: float) -> _Cycle:
-        return waiting(alpha, k, step_s, extra_s, lag, crowding, beta, later_k)
+        # A pass that verifies few tokens costs as much capacity as any: where passes count, all verify as many.
+        return waiting(alpha, k, step_s, extra_s, lag, crowding, beta, k if saves_passes else later_k)
 
     k, lag = max(known, key=lambda item: waits(*item).rate)
     if saves_passes:
@@ -195,7 +199,8 @@ def plan_wait(
     answered, streams = waits(k, lag), streaming(alpha, later_k, step_s, extra_s, first, crowding, beta)
     missed = 1 - answer_rate  # plain steps follow, when the wait is over
     tokens = answer_rate * answered.tokens + missed * streams.tokens
-    seconds = answer_rate * answered.seconds + missed * (longest_wait(lag) + streams.seconds)
+    vain_s = max(_PATIENCE * lag + margin + streams.seconds / crowding, streams.seconds)
+    seconds = answer_rate * answered.seconds + missed * vain_s
     return Wait(k, lag) if tokens / seconds > streams.rate else NO_WAIT
 
 
@@ -218,5 +223,7 @@ def plan_in_company(
 
     Only ratios of times matter. Where many sequences run, their lags are whole steps, so few cases differ.
     """
-    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta)
+    wait = plan_wait(
+        alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta, margin=0.0
+    )
     return wait.want

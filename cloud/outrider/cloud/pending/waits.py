@@ -138,9 +138,12 @@ class DraftWaits:
             here, (step_s, extra_s) = line_of(drafts, self._max_draft).survivals, self.curve.step_and_extra()
             if here and best_rate(here, step_s, extra_s) > next_rate(alpha, wait, step_s, extra_s):
                 return  # what is here is worth a step now
-        usual_s, slow_s = wait.lag_s, drafts.lag.slow_s
-        most_s = usual_s + _SLOWER * self.curve.step_and_extra()[0]
-        self._wait(drafts, wait, now, longest_wait(max(usual_s, min(slow_s, most_s))))
+        self._wait(drafts, wait, now, longest_wait(self._slow_s(drafts, wait.lag_s)))
+
+    def _slow_s(self, drafts: PendingDrafts, usual_s: float) -> float:
+        """The lag of slow answers, where it is worth waiting for; else the usual one."""
+        slow_s = drafts.lag.slow_s
+        return slow_s if usual_s < slow_s <= usual_s + _SLOWER * self.curve.step_and_extra()[0] else usual_s
 
     def _plan(self, drafts: PendingDrafts, crowding: float) -> Wait:
         """The wait that pays while nothing is pending."""
@@ -153,8 +156,14 @@ class DraftWaits:
             crowding = 1.0
         saves_passes = self._policy is Policy.VERIFY
         if not drafts.has_company:
+            first_s = lags[0] or 0.0
+            margin_s = longest_wait(self._slow_s(drafts, first_s)) - longest_wait(first_s) + longest_wait(0.0)
             return plan_wait(
-                alpha, step_s, extra_s, lags, answered, saves_passes=saves_passes, crowding=crowding, beta=beta
+                *(alpha, step_s, extra_s, lags, answered),
+                saves_passes=saves_passes,
+                crowding=crowding,
+                beta=beta,
+                margin=margin_s,
             )
         # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
         in_steps = tuple([None if lag is None else -(-lag // step_s) for lag in lags])

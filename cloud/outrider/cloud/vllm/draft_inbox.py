@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import Final
 
 MAX_BYTES: Final = 8 << 20
@@ -24,7 +25,7 @@ SHORT_BYTES: Final = 256
 _READ: Final = 0.9
 _MOST_WAITED: Final = 0.6
 _MORE: Final = 0.02
-_FADE: Final = 0.9  # of what the host took, from step to step: a step of few rows says little of the next
+_RECENT: Final = 9  # steps
 _SPARED: Final = 0.1  # of a step, between the end of reading and that of the model
 _LEAST_S: Final = 0.0005
 _SHORTEST_S: Final = 0.001  # that a socket can be waited for
@@ -104,8 +105,8 @@ class DraftReader:
     for the first; whether there may be more. read: reads one.
 
     While the model runs, what has arrived is read to shortly before its expected end. For more, nothing is waited for
-    longer than for a share of that time, which falls where the model was found to have ended meanwhile. What the
-    workers' host has to do before the picks comes after the reading, so its time is left to it.
+    longer than for a share of that time, which falls where the model was found to have ended meanwhile. After the
+    reading the workers' host prepares the picks: reading ends early enough for what that usually takes.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class DraftReader:
         self._clock = clock
         self._inbox = DraftInbox(read)
         self._share = _MOST_WAITED
-        self._left_off_s = self._prepared_s = 0.0
+        self._left_off_s = 0.0
+        self._prepared_s = deque([0.0], maxlen=_RECENT)
 
     def read_before(self, needs: Callable[[int], bool], wait_s: float = 0.0) -> None:
         """Reads a bounded part before a step; waits up to `wait_s` for a first message. needs: whose messages."""
@@ -129,7 +131,7 @@ class DraftReader:
     def read_during(self, began_s: float, expected_s: float) -> None:
         """Reads while the model runs, which began at `began_s` and is expected to take `expected_s`."""
         self._inbox.begin_step()
-        left_s = expected_s - self._prepared_s
+        left_s = expected_s - median(self._prepared_s)
         until = max(began_s + _READ * left_s, self._clock() + _LEAST_S)
         wait_until = began_s + self._share * left_s
         while True:
@@ -148,4 +150,4 @@ class DraftReader:
         """Records when the model's result was here. prepared_s: of the workers' host, between reading and picks."""
         was_late = now - self._left_off_s - prepared_s < _SPARED * (now - began_s)
         self._share = self._share / 2 if was_late else min(_MOST_WAITED, self._share + _MORE)
-        self._prepared_s = max(prepared_s, _FADE * self._prepared_s)
+        self._prepared_s.append(prepared_s)

@@ -48,7 +48,8 @@ class DepthController:
 
     def plan(self, can_take_turns: bool = False) -> DraftPlan:
         """The plan in force until the next `observe`; thread-safe, changes nothing."""
-        return self._in_turns if can_take_turns and self._in_turns is not None else self._plan
+        in_turns = self._in_turns  # once: another text's commit may change it
+        return in_turns if can_take_turns and in_turns is not None else self._plan
 
     def observe(self, outcome: CommitOutcome, is_alone: bool = True) -> None:
         """Takes a commit; the estimates have it already. is_alone: whether no other text shares the draft."""

@@ -86,9 +86,10 @@ class Turns:
         """Tokens per ms in turns, or without; 0 where that was not measured."""
         return _rate(self._seen[way], self._seen[not way])
 
-    def words(self) -> str:
-        """Which way was chosen, and why; empty where nobody expects turns."""
-        obstacle = "several texts share the draft" if self.are_possible and self.is_shared else self.obstacle
+    def words(self, num_turns: int = 0) -> str:
+        """Which way was chosen, and why; empty where nobody expects turns. num_turns: that a text has taken."""
+        is_shared = self.are_possible and self.is_shared and not num_turns
+        obstacle = "several texts share the draft" if is_shared else self.obstacle
         if obstacle is not None:
             return obstacle and f"no turns: {obstacle}"
         if not self._has_begun:
@@ -101,7 +102,7 @@ class Turns:
         if self._cannot_gain:
             return f"{way}: commits come in under {_ALIKE:g} of the time of a turn"
         share = f"{'at most' if self._are_on else 'over'} {_NEAR:g} of a step"
-        return f"{way} first: drafting and the way take {share}; {other} not measured yet"
+        return f"{way} first: drafting and the way take {share}; {other} not compared yet"
 
     def on_commit(self, num_tokens: int, interval_ms: float, rest_ms: float, step_ms: float) -> None:
         """Takes a commit of drafted tokens. rest_ms: what the target would rest in a turn: drafting, and the way."""

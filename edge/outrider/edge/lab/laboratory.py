@@ -136,11 +136,15 @@ def network(url: str, rtt_ms: float, cores: Cores) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIterator[Endpoints]:
-    """The cloud at `url`, a round trip of `rtt_ms` away."""
+async def connected(
+    url: str, cores: CorePlan, rtt_ms: float = 0.0, *, is_far: bool = False
+) -> AsyncIterator[Endpoints]:
+    """The cloud at `url`, a round trip of `rtt_ms` away. is_far: a core each stands for two machines, so the device
+    takes no turns.
+    """
     with network(url, rtt_ms, cores.agent) as url:
         async with VerifierClient(url) as client:
-            client.is_local &= cores.agent is None  # a core each stands for two machines
+            client.is_local &= not is_far or cores.agent is None
             yield Endpoints([client])
 
 

@@ -257,7 +257,7 @@ class Endpoints:
         is_loading = error.is_absent and any(client.is_local for client in self._clients)
         if is_loading:
             return self._retry.max_loading_s
-        return self._retry.max_cut_s if error.status is None else 0.0
+        return self._retry.max_cut_s if error.status is None and not error.is_absent else 0.0
 
     def _question(self, text: TextOrigin) -> str:
         """What to ask where nothing answers."""
@@ -285,7 +285,7 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
 
 def _of_endpoint(refusal: RequestError) -> EndpointRefused:
     """The refusal as a failure of its endpoint, where another may take the text, or the key; raises any other."""
-    if refusal.code in ("upstream_refused", "unsupported_parameter"):  # the latter of a cascade: steady
+    if refusal.code == "upstream_refused" or refusal.param == "steady":  # the latter of a cascade
         return EndpointRefused(refusal)
     if refusal.status not in (401, 403) or refusal.code == "tolerance_not_allowed":
         raise refusal

@@ -178,7 +178,7 @@ class _Generation:
         result.num_drafted, result.draft_error = ahead.num_drafted, ahead.error
         result.num_sent, result.hits = ahead.num_sent, dict(ahead.hits)
         result.num_turns = ahead.num_turns
-        result.turns = self._agent.estimates.turns.words() if ahead.num_drafted else ""
+        result.turns = self._agent.estimates.turns.words(ahead.num_turns) if ahead.num_drafted else ""
         result.num_posts, result.num_failed_posts = sender.num_sent, sender.num_failed
         reason = reason or self._over()  # the server's is missing when the stream is cut after the last token
         assert reason is not None, "the sessions ended before the text did"

@@ -174,7 +174,7 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
         return ModelFailed(f"{url}: {code}: {message}", status=status)
     if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)
-    return RequestError(code, message, status=status, origin=url)
+    return RequestError(code, message, status=status, origin=url, param="steady" if error.param == "steady" else None)
 
 
 def end_error(url: str, error: ErrorBody) -> OutriderError:
