@@ -64,6 +64,7 @@ _MOST_S = 1.0
 _TURN_STEPS = 4
 _PATIENCE = 1.5
 _MARGIN_S = 0.003
+_VAIN = 0.1  # of a step: what a wait in vain takes beyond that, roughly; in steps, as only ratios of times may matter
 
 ENOUGH_ANSWERS = 0.5
 """Share of waits that a draft must have ended for another wait to be tried."""
@@ -169,14 +170,13 @@ def plan_wait(
     saves_passes: bool,
     crowding: float = 1.0,
     beta: float = 0.0,
-    margin: float = _MARGIN_S,
 ) -> Wait:
     """Whether to wait for drafts while the device is out of sync, and for how many.
 
     lags: seconds until 1, 2, ... drafted tokens are expected (None: unknown). answer_rate: share of waits that a draft
     ended. saves_passes: passes are what counts, so wait whenever a draft is likely worth its verification. crowding:
     sequences for each place, at least 1: a waiting one leaves its place to another. beta: share of the likeliest path's
-    misses where a pending alternative is picked; 0 for paths. margin: what a wait in vain takes beyond 1.5 lags.
+    misses where a pending alternative is picked; 0 for paths.
     """
     alpha, beta = min(max(alpha, 0.01), 0.99), min(max(beta, 0.0), 0.95)
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
@@ -199,7 +199,7 @@ def plan_wait(
     answered, streams = waits(k, lag), streaming(alpha, later_k, step_s, extra_s, first, crowding, beta)
     missed = 1 - answer_rate  # plain steps follow, when the wait is over
     tokens = answer_rate * answered.tokens + missed * streams.tokens
-    vain_s = max(_PATIENCE * lag + margin + streams.seconds / crowding, streams.seconds)
+    vain_s = max(_PATIENCE * lag + _VAIN * step_s + streams.seconds / crowding, streams.seconds)
     seconds = answer_rate * answered.seconds + missed * vain_s
     return Wait(k, lag) if tokens / seconds > streams.rate else NO_WAIT
 
@@ -223,7 +223,5 @@ def plan_in_company(
 
     Only ratios of times matter. Where many sequences run, their lags are whole steps, so few cases differ.
     """
-    wait = plan_wait(
-        alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta, margin=0.0
-    )
+    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta)
     return wait.want

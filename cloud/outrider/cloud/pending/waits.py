@@ -156,14 +156,8 @@ class DraftWaits:
             crowding = 1.0
         saves_passes = self._policy is Policy.VERIFY
         if not drafts.has_company:
-            first_s = lags[0] or 0.0
-            margin_s = longest_wait(self._slow_s(drafts, first_s)) - longest_wait(first_s) + longest_wait(0.0)
             return plan_wait(
-                *(alpha, step_s, extra_s, lags, answered),
-                saves_passes=saves_passes,
-                crowding=crowding,
-                beta=beta,
-                margin=margin_s,
+                alpha, step_s, extra_s, lags, answered, saves_passes=saves_passes, crowding=crowding, beta=beta
             )
         # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
         in_steps = tuple([None if lag is None else -(-lag // step_s) for lag in lags])
